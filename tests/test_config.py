@@ -606,6 +606,20 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"critic_lambda": 1.0}, ["critic_lambda: 1.0 has no effect: it is read with advantage_estimator: gae alone"]),
         ({"whiten": "batch"}, []),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),
+        ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo", "rloo_norm_by_std": True}, []),
+        (
+            {"rloo_norm_by_std": True},
+            ["rloo_norm_by_std: true has no effect: it is read with advantage_estimator: rloo"],
+        ),
+        # Also what is the default: who gives it expects it.
+        ({"grpo_norm_by_std": True, "advantage_estimator": "rloo"}, ["grpo_norm_by_std: true has no effect: it is"]),
+        ({"grpo_norm_by_std": False, "advantage_estimator": "maxrl"}, ["grpo_norm_by_std: false has no effect: it is"]),
+        ({"grpo_norm_by_std": True}, []),
+        ({"critic_lambda": None}, []),
+        (
+            {"bootstrap": {"column": "v", "stop_reasons": ["length"]}},
+            ["bootstrap: {'column': 'v', 'stop_reasons': ('length',)} has no effect: it is read with"],
+        ),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "passk"}, []),
         ({"grpo_std_over": "batch"}, []),
         ({"grpo_std_over": "batch", "advantage_estimator": "gdpo", "component_weights": {"a": 2.0}}, []),

@@ -52,6 +52,8 @@ class Settings(Protocol):
     @property
     def grpo_std_over(self) -> Literal["group", "batch"]: ...
     @property
+    def rloo_norm_by_std(self) -> bool: ...
+    @property
     def gamma(self) -> float: ...
     @property
     def lambda_(self) -> float | LambdaRule: ...
@@ -62,7 +64,7 @@ class Settings(Protocol):
 class Groups(NamedTuple):
     """Comparison groups of one size.
 
-    scores, tokens: float64 (..., trajectories of each), each trajectory's score and its number of trained tokens.
+    scores, tokens: float64 (..., trajectories of each), each trajectory's score, and how many tokens it trains.
     batch_std: the standard deviation of all scores of the batch, with n - 1; read with `grpo_std_over: batch`.
     """
 
@@ -177,11 +179,28 @@ def _grpo_of_one(scores: Float64s, settings: Settings) -> Float64s:
     return scores / (1.0 + settings.grpo_epsilon) if settings.grpo_norm_by_std else scores.copy()
 
 
-def _rloo(groups: Groups, _: Settings) -> Float64s:
-    """Scores less the mean of the others': Ahmadian et al. 2024, arXiv:2402.14740."""
+def _rloo(groups: Groups, settings: Settings) -> Float64s:
+    """Scores less the mean of the others': Ahmadian et al. 2024, arXiv:2402.14740.
+
+    `rloo_norm_by_std` divides by the standard deviation of the others, unless it is 0: NeMo-RL with
+    `use_leave_one_out_baseline` and `normalize_rewards`, which are its defaults.
+    """
     scores = groups.scores
-    others: Float64s = (scores.sum(axis=-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
-    return scores - others
+    centered: Float64s = scores - (scores.sum(axis=-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
+    if not settings.rloo_norm_by_std:
+        return centered
+    std = _std_of_others(scores)
+    return np.where(std > 0, centered / (std + settings.grpo_epsilon), centered)
+
+
+def _std_of_others(scores: Float64s) -> Float64s:
+    """Returns, for each trajectory, the standard deviation of the other scores of its group, with n - 1: exactly 0 if
+    they are equal, or if there is only one; like the scores."""
+    result = np.zeros(scores.shape)
+    for place in range(scores.shape[-1]) if scores.shape[-1] > 2 else ():
+        others = np.delete(scores, place, axis=-1)
+        result[..., place] = np.where(flat(others), 0.0, others.std(axis=-1, ddof=1))
+    return result
 
 
 def _maxrl(groups: Groups, _: Settings) -> Float64s:
@@ -220,15 +239,25 @@ def _passk(groups: Groups, settings: Settings) -> Float64s:
 
 
 def _gae(
-    settings: Settings, bounds: Int64s, rewards: Float64s, values: Float64s, lambdas: Float64s | None = None
+    settings: Settings,
+    bounds: Int64s,
+    rewards: Float64s,
+    values: Float64s,
+    lambdas: Float64s | None = None,
+    bootstraps: Float64s | None = None,
 ) -> tuple[Float64s, Float64s]:
     """Generalized Advantage Estimation: Schulman et al. 2016, arXiv:1506.02438, equations 11, 12 and 16.
 
     δ = r + γV' - V, A = δ + γλA', where V' and A' are those of the trajectory's next trained token, 0 after its last;
     the return is A + V. With `critic_lambda`, the return is computed with that λ instead: VAPO, Yue et al. 2025,
-    arXiv:2504.05118, decoupled GAE. lambdas: the λ of each trained token, where it is read from a column.
+    arXiv:2504.05118, decoupled GAE. lambdas: the λ of each trained token, where it is read from a column. bootstraps:
+    float64 (trajectories,), the V' after the last token of each: a value if the trajectory was cut by a limit rather
+    than ended by the environment: Pardo et al. 2018, arXiv:1712.00378, equation 6.
     """
     advantages = _next(values, bounds)
+    if bootstraps is not None:
+        has_tokens = np.diff(bounds) > 0
+        advantages[bounds[1:][has_tokens] - 1] = bootstraps[has_tokens]
     advantages *= settings.gamma
     advantages += rewards
     advantages -= values
@@ -366,33 +395,36 @@ def _join_pieces(sums: Float64s, powers: Float64s, decay: float | Float64s) -> N
         sums[begin:end] += shares * sums[end]
 
 
+_GRPO_SETTINGS = ("grpo_norm_by_std", "grpo_epsilon", "grpo_std_over")
+
 ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
     for estimator in (
-        GroupEstimator("grpo", ("grpo_epsilon", "grpo_std_over"), compute=_grpo, of_one=_grpo_of_one),
-        GroupEstimator("rloo", compute=_rloo),
+        GroupEstimator("grpo", _GRPO_SETTINGS, compute=_grpo, of_one=_grpo_of_one),
+        GroupEstimator("rloo", ("grpo_epsilon", "rloo_norm_by_std"), compute=_rloo),
         GroupEstimator("maxrl", compute=_maxrl, of_one=lambda scores, settings: scores.copy()),
         GroupEstimator("opo", compute=_opo),
         # GDPO: Liu et al. 2026, arXiv:2601.05242: each component of the reward through GRPO by itself.
         GroupEstimator(
             "gdpo",
-            ("grpo_epsilon", "grpo_std_over", "component_weights"),
+            (*_GRPO_SETTINGS, "component_weights"),
             reads_components=True,
             compute=_grpo,
             of_one=_grpo_of_one,
         ),
-        # GiGPO: Feng et al. 2025, arXiv:2505.10978: GRPO over trajectories, and over their steps.
+        # GiGPO: Feng et al. 2025, arXiv:2505.10978, section 4: GRPO over trajectories, and over all visits of a state
+        # in their group, also several visits by one trajectory, as in verl-agent's `core_gigpo.py`.
         GroupEstimator(
             "gigpo",
-            ("grpo_epsilon", "grpo_std_over", "step_groups"),
+            (*_GRPO_SETTINGS, "step_groups"),
             compute=_grpo,
             of_one=_grpo_of_one,
             compares_steps=True,
         ),
         RunningEstimator("rae", ("rae",)),
-        GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
+        GroupEstimator("passk", ("grpo_norm_by_std", "grpo_epsilon"), compute=_passk),
         Estimator("none"),
-        TokenEstimator("gae", ("gamma", "lambda", "critic_lambda"), ("values",), compute=_gae),
+        TokenEstimator("gae", ("gamma", "lambda", "critic_lambda", "bootstrap"), ("values",), compute=_gae),
         TokenEstimator("otb", (), ("old_logprobs", SUM_PI_SQUARED), compute=_otb, compares_groups=True),
         TokenEstimator("reinforce++", ("gamma",), compute=_reinforce_plus_plus),
     )

@@ -18,6 +18,7 @@ from gristmill_service.estimators import Float64s, GroupEstimator, Groups
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit.advantage import trajectory_scores
 from gristmill_service.pipeline.scored_batch import score_batch
+from tests import naive
 from tests.rows import make_config, make_row
 from tests.strategies import Row
 
@@ -61,6 +62,29 @@ def test_grpo_epsilon_is_what_is_added_to_the_standard_deviation(scores: list[fl
 def test_rloo_is_the_difference_from_the_mean_of_the_others() -> None:
     advantages = group_advantages(np.array([1.0, 2.0, 6.0]), config("rloo", 3))
     np.testing.assert_allclose(advantages, [1 - 4.0, 2 - 3.5, 6 - 1.5])
+
+
+def test_rloo_may_be_divided_by_the_standard_deviation_of_the_others() -> None:
+    """The others of 2 are 0, 0 and 1: mean 1 / 3, standard deviation 1 / √3."""
+    advantages = group_advantages(np.array([2.0, 0.0, 0.0, 1.0]), config("rloo", rloo_norm_by_std=True))
+    thirds, ones, all_but_1 = 3**-0.5 + 1e-6, 1 + 1e-6, 2 * 3**-0.5 + 1e-6
+    np.testing.assert_allclose(advantages, [5 / 3 / thirds, -1 / ones, -1 / ones, 1 / 3 / all_but_1])
+    wide = config("rloo", rloo_norm_by_std=True, grpo_epsilon=0.5)
+    assert group_advantages(np.array([2.0, 0.0, 0.0, 1.0]), wide)[1] == pytest.approx(-1 / 1.5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([3.0, 1.0, 1.0], [2.0, -1 / (2**0.5 + 1e-6), -1 / (2**0.5 + 1e-6)]),
+        ([4.0, 1.0], [3.0, -3.0]),
+        # Computed rather than compared, the standard deviation of seven times 0.7 is 1e-16.
+        ([1.7, *[0.7] * 7], [1.0, *[-1 / 7 / (7**-0.5 + 1e-6)] * 7]),
+    ],
+)
+def test_others_that_do_not_differ_do_not_divide(scores: list[float], expected: list[float]) -> None:
+    settings = config("rloo", len(scores), rloo_norm_by_std=True)
+    np.testing.assert_allclose(group_advantages(np.array(scores), settings), expected)
 
 
 def test_maxrl_divides_by_the_mean() -> None:
@@ -123,6 +147,58 @@ def test_opo_counts_no_token_that_is_an_observation_or_masked_by_a_filter() -> N
     credit = score_batch(from_rows(rows, step_wise=False), settings, None).credit
     assert credit is not None
     assert credit.advantages.tolist() == [0.5, -0.5, 4.5]
+
+
+@pytest.mark.parametrize("merge", ["none", "prefix"])
+def test_opo_counts_the_tokens_that_were_sampled_also_where_merging_takes_others_for_them(merge: str) -> None:
+    """Scores 3 and 0 of 3 and 2 tokens; the first step's last token is another one in the second's prompt."""
+    rows = [
+        make_row(sample=0, step=0, last=False, prompt=[1], response=[2, 3], reward=0.0),
+        make_row(sample=0, step=1, prompt=[1, 2, 8, 5], response=[4], reward=3.0),
+        make_row(sample=1, prompt=[1], response=[2, 6], reward=0.0),
+    ]
+    merging = {"merge": merge} | ({"retokenized_tail": 1} if merge == "prefix" else {})
+    settings = config("opo", 2, **{"step_wise": True, **merging})
+    scored = score_batch(from_rows(rows), settings, None)
+    assert len(scored.rows) == (2 if merge == "prefix" else 3)
+    assert scored.credit is not None
+    assert scored.credit.advantages.tolist() == pytest.approx([3 - 9 / 5, -9 / 5])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("token_mean", [0.2, -0.2]),
+        ("sequence_mean", [1 / (2 * 1), -1 / (2 * 4)]),
+        ("trajectory_mean", [1 / (2 * 1), -1 / (2 * 4)]),
+        ("prompt_mean", [1 / (1 * 5), -1 / (1 * 5)]),
+        ("seq_mean_token_sum_norm", [1 / (2 * 10), -1 / (2 * 10)]),
+    ],
+)
+def test_divisors_may_count_only_rows_with_trained_tokens(reduction: str, expected: list[float]) -> None:
+    """Two groups of scores 2 and 0; those of the second are cut, and train nothing."""
+    rows = [
+        make_row(
+            uid=uid,
+            sample=sample,
+            prompt=[1],
+            response=[7] * tokens,
+            reward=2.0 * (sample == 0),
+            stop_reason="length" if uid == "b" else "stop",
+        )
+        for uid in "ab"
+        for sample, tokens in enumerate([1, 4])
+    ]
+    sizes: dict[str, Any] = {"train_batch_size": 2, "policy_mini_batch_size": 2, "micro_batch": {"size": 4}}
+    more = {"overlong_filter": ["length"], "grpo_norm_by_std": False, "max_seq_len": 10, "loss_reduction": reduction}
+    for over, share in (("trained", 1.0), ("all", 1.0 if reduction == "token_mean" else 0.5)):
+        settings = config("grpo", 2, **sizes, **more, loss_reduction_over=over)
+        (shard,) = build_batch(from_rows(rows, step_wise=False), settings, run="r", batch=0).shards
+        advantages = [float(row["advantages"][0]) for row in naive.shard_rows(shard)[:2]]
+        assert advantages == pytest.approx([share * one for one in expected])
+        totals = naive.read_shard(shard)[1]["loss_denominators"]
+        count = 1 if over == "trained" else 2
+        assert [totals[name] for name in ("rows", "trajectories", "prompts")] == [2 * count, 2 * count, count]
 
 
 @pytest.mark.parametrize(

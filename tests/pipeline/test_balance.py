@@ -163,6 +163,22 @@ def test_padding_is_dealt_evenly_to_the_ranks_unless_the_plan_without_balance_wa
         assert max(padding) - min(padding) <= 1 or shards(plan) == shards(other)
 
 
+@pytest.mark.parametrize("layout", ["packed", "prefix_tree"])
+def test_no_rank_has_padding_alone_where_each_can_have_a_row_and_none_waits_longer(layout: str) -> None:
+    """Rows of 4, 9, 4 and 9 tokens for three ranks: contiguous chunks give the third rank two padding rows, and each
+    way of dealing those evenly waits for 9 + 4 tokens, too."""
+    rows = [
+        make_row(uid=f"p{group}", prompt=[group], response=[7] * tokens) for group, tokens in enumerate([3, 8, 3, 8])
+    ]
+    sizes = {"train_batch_size": 4, "policy_mini_batch_size": 4, "dp_size": 3, "micro_batch": {"size": 1}}
+    config = parse_config(make_config(**sizes, balance="tokens", layout=layout))
+    (part,) = build_batch(from_rows(rows), config, run="r", batch=0).plan.mini_batches
+    assert sorted(list(rank.rows).count(PADDING) for rank in part.ranks) == [0, 1, 1]
+    steps = zip(*(rank.rows for rank in part.ranks), strict=True)
+    lengths = [4, 9, 4, 9]
+    assert sum(max(0 if row == PADDING else lengths[row] for row in step) for step in steps) == 13
+
+
 @given(ANY)
 def test_the_same_batch_gives_the_same_plan_and_is_not_modified(batch: Batch) -> None:
     lengths, bounds = np.array(batch.lengths), np.array(batch.bounds)

@@ -92,10 +92,14 @@ def test_one_component_with_weight_1_is_grpo_of_it(components: list[dict[str, fl
         (
             [{"a": 1.0}, {"b": 1.0}],
             {},
-            "uid 'p' sample 1 step 0: reward_components has 'b', and other trajectories of this run have 'a'; send the",
+            "sample 1 step 0: reward_components has 'b', and other trajectories of this run have 'a', which advantage_",
         ),
         ([{"a": 1.0}, {}], {}, "uid 'p' sample 1 step 0: reward_components is missing, and advantage_estimator: gdpo"),
-        ([{"a": 1.0}, {}], {"advantage_estimator": "grpo"}, "sample 1 step 0: reward_components has none"),
+        (
+            [{f"r{number}": 1.0 for number in range(64)}, {"more": 1.0}],
+            {"advantage_estimator": "grpo"},
+            "sample 1 step 0: reward_components has 'more', which would be more than the 64 names that a run may have",
+        ),
         (
             [{"a": 1.0}] * 2,
             {"component_weights": {"a": 1.0, "c": 2.0}},
@@ -115,6 +119,16 @@ def test_what_cannot_be_computed_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         built(rows_of(*components), **settings)
+
+
+def test_trajectories_have_components_of_their_own_where_no_estimator_compares_them() -> None:
+    """Those of a data source: each mean is over the trajectories that have the component."""
+    rows = rows_of({"pass": 1.0}, {"pass": 0.5, "style": 3.0}, {})
+    batch = built(rows, advantage_estimator="grpo")
+    (shard,) = batch.shards
+    assert naive.read_shard(shard)[1]["reward_components"] == [{"pass": 1.0}, {"pass": 0.5, "style": 3.0}, {}]
+    means = {name: mean for name, mean in batch.plan.metrics.items() if name.startswith("components/")}
+    assert means == {"components/pass/mean": 0.75, "components/style/mean": 3.0}
 
 
 def test_shards_have_the_components_of_each_rows_trajectory_and_none_for_padding() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,28 @@ def test_no_token_of_a_trajectory_has_a_route_that_its_engine_did_not_give(layou
     assert (routes[has_no_route] == -1).all()
     is_own = tensors["attention_mask"] == 1 if layout == "left_padded" else np.ones_like(tokens, np.bool_)
     assert tokens[has_no_route & is_own].tolist() == ([3, 4, 5] if merge == "none" else [5])
+
+
+@pytest.mark.parametrize("merge", ["none", "prefix", "tree"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_in_a_fork_routes_of_a_cached_prefix_are_those_of_the_step_that_has_it(merge: str, ragged: bool) -> None:
+    """The engine omits the experts of the three tokens that it cached of the first step (vLLM #57966); a later step of
+    other tokens, which begin alike only up to the second, gives none for the third."""
+    column = {"name": "x", "dtype": "int16", "scope": "token", "partial": True, "fill": 0 if ragged else -1}
+    column |= {"shape": [None]} if ragged else {}
+    rows = three_steps([11, 12, 13, 14], [11, 12, 13, 20, 21], [11, 12, 99, 22])
+    for row, start in zip(rows, (0, 3, 3), strict=True):
+        routes = [100 + token for token in [*row["prompt_token_ids"], *row["response_ids"]]][start:-1]
+        row |= {"x": [[route] for route in routes] if ragged else routes, "x_start": start}
+    config = CONFIG | {"merge": merge, "columns": [column], "layout": "packed", "micro_batch": {"max_tokens": 99}}
+    (shard,) = built(from_rows(rows, columns=specs_of([column])), config).shards
+    tensors, _ = naive.read_shard(shard)
+    values = tensors["micro_batch_000/x"].tolist()
+    if ragged:
+        offsets = tensors["micro_batch_000/x_offsets"].tolist()
+        values = [(values[begin:end] or [-1])[0] for begin, end in pairwise(offsets)]
+    first, second, third = [111, 112, 113, 114, -1], [111, 112, 113, 120, 121, -1], [111, 112, -1, 122, -1]
+    assert values == [*first, *second, *third]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

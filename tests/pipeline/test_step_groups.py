@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,28 @@ def test_a_step_has_its_trajectorys_advantage_and_omega_times_its_own() -> None:
     rows = rows_of([1.0, 2.0], [1.0, 0.0])
     assert advantages(rows, omega=2.0, gamma=0.5, **RAW) == [1 + 2 * 0.5, 1 + 2 * 1.0, -1 - 2 * 0.5, -1 - 2 * 1.0]
     assert advantages(rows, omega=0.0) == pytest.approx([1 / (2**0.5 + 1e-6)] * 2 + [-1 / (2**0.5 + 1e-6)] * 2)
+
+
+def test_without_the_trajectorys_part_steps_are_samples_of_their_group() -> None:
+    """Discounted returns of every turn, normalized over all turns of the task (verifiers #170)."""
+    rows = [row | {"step_key": "turn"} for row in rows_of([2.0, 0.5], [1.0], [0.0, 0.0, -1.0])]
+    returns = np.array([2.25, 0.5, 1.0, -0.25, -0.5, -1.0])
+    expected = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
+    rule = {"key": "step_key", "gamma": 0.5, "trajectory_weight": 0.0}
+    assert advantages(rows, step_groups=rule) == pytest.approx(expected.tolist())
+    halved = advantages(rows, step_groups=rule | {"trajectory_weight": 0.5, "omega": 0.0})
+    whole = advantages(rows, step_groups=rule | {"trajectory_weight": 1.0, "omega": 0.0})
+    assert halved == pytest.approx([one / 2 for one in whole])
+
+
+@pytest.mark.parametrize(("samples", "of_trajectory"), [(1, 5.0), (2, 0.0)])
+def test_visits_of_one_state_by_a_trajectory_that_is_alone_are_compared_with_each_other(
+    samples: int, of_trajectory: float
+) -> None:
+    """Returns 5 and 4 in the same state. The trajectory itself has a baseline only in runs of one sample."""
+    rows = keyed(rows_of([1.0, 4.0]), "hall", "hall")
+    rule = {"key": "step_key", "n_samples_per_prompt": samples}
+    assert advantages(rows, **rule, **RAW) == [of_trajectory + 0.5, of_trajectory - 0.5]
 
 
 def test_a_step_that_no_other_trajectory_has_gets_its_trajectorys_alone() -> None:

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Ragged
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import parse_config
 from gristmill_service.estimators import PIECE, Float64s, discounted_sums
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit import whitening
 from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
@@ -25,6 +28,7 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     trained_tokens,
 )
 from gristmill_service.pipeline.credit.whitening import whiten, whitened
+from tests import naive
 from tests.pipeline import credit
 from tests.pipeline.credit import (
     BATCHES,
@@ -36,6 +40,7 @@ from tests.pipeline.credit import (
     reinforce_plus_plus,
     tokens_of,
 )
+from tests.rows import make_config, make_row
 
 Float32s = NDArray[np.float32]
 
@@ -145,7 +150,50 @@ def test_steps_that_a_filter_masks_are_skipped_like_observations() -> None:
     assert (advantages.tolist(), returns.tolist()) == ([5.0, 1.0], [6.0, 4.0])
 
 
+@pytest.mark.parametrize("merge", ["none", "prefix"])
+def test_a_trajectory_that_was_cut_is_valued_by_the_state_after_it(merge: str) -> None:
+    """δ of the last token is 1 + γV' - V; steps and trajectories that ended by themselves have V' 0 after them."""
+    rows = []
+    for sample, reason in enumerate(["length", "stop"]):
+        first = make_row(sample=sample, last=False, prompt=[1], response=[2, 3], reward=0.0, stop_reason="length")
+        last = make_row(sample=sample, step=1, prompt=[1, 2, 3, 4], response=[5, 6], reward=1.0, stop_reason=reason)
+        rows += [first | {"values": [0.2, 0.1], "after": 9.0}, last | {"values": [0.4, 0.3], "after": 1.5}]
+    columns = [
+        {"name": "values", "dtype": "float32", "scope": "response"},
+        {"name": "after", "dtype": "float32", "scope": "row"},
+    ]
+    settings = {"merge": merge, "n_samples_per_prompt": 2, "columns": columns, "micro_batch": {"size": 4}}
+    settings |= {"advantage_estimator": "gae", "gamma": 0.8, "lambda": 0.5}
+    settings |= {"bootstrap": {"column": "after", "stop_reasons": ["length", "timeout"]}}
+    config = parse_config(make_config(**settings))
+    (shard,) = build_batch(from_rows(rows, columns=config.columns), config, run="r", batch=0).shards
+    got: dict[int, list[float]] = {}
+    for row in naive.shard_rows(shard):
+        got.setdefault(int(row["sample"]), []).extend(row["advantages"][row["loss_mask"] == 1].tolist())
+    for sample, after in enumerate([1.5, 0.0]):
+        advantage, expected, values = 0.0, list[float](), [0.2, 0.1, 0.4, 0.3, after]
+        for token, reward in reversed([*enumerate([0.0, 0.0, 0.0, 1.0])]):
+            advantage = reward + 0.8 * values[token + 1] - values[token] + 0.8 * 0.5 * advantage
+            expected.insert(0, advantage)
+        assert got[sample] == pytest.approx(expected)
+
+
 # Rewards.
+
+
+@pytest.mark.parametrize("merge", ["none", "prefix"])
+def test_uncredited_rewards_are_counted_as_they_were_sent(merge: str) -> None:
+    """Nothing is trained before the second step, to which 2 and -2 come too early, in one place where merging takes
+    another token for the second one's."""
+    rows = [
+        make_row(step=0, last=False, prompt=[1], response=[2, 3], loss_mask=[0, 0], reward=[2.0, -2.0]),
+        make_row(step=1, prompt=[1, 2, 8, 5], response=[4], reward=[1.0]),
+    ]
+    merging = {"merge": merge} | ({"retokenized_tail": 1} if merge == "prefix" else {})
+    config = parse_config(make_config(**merging, advantage_estimator="reinforce++"))
+    batch = build_batch(from_rows(rows), config, run="r", batch=0)
+    assert batch.plan.counts["uncredited_rewards"] == 2
+    assert batch.plan.rows == (1 if merge == "prefix" else 2)
 
 
 @given(BATCHES, st.booleans())

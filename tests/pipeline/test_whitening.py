@@ -117,6 +117,8 @@ def test_an_advantage_that_no_token_has_is_shifted_and_scaled_like_those_of_toke
         pytest.approx(0.2 / 1e-4),
     ]
     assert whitened_with_counts(np.array([0.7, 0.9]), np.zeros(2)).tolist() == [0.0, 0.0]
+    # One trained token has no variance, also for the trajectories that train none.
+    assert whitened_with_counts(np.array([0.7, 0.9]), np.array([0.0, 1.0])).tolist() == [0.0, 0.0]
 
 
 COUNTED = st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 5)), min_size=1, max_size=20)

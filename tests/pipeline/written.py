@@ -33,6 +33,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
         count = len(row["response_ids"])
         row |= {name: draw(st.lists(numbers, min_size=count, max_size=count)) for name in NAMES}
         row["verdict"] = draw(numbers)
+        row["stop_reason"] = draw(st.sampled_from(["stop", "length"]))
     written = draw(st.sets(st.sampled_from([*NAMES, "verdict"]), min_size=1))
     columns = [column(name, "trainer" if name in written else "rollout") for name in NAMES]
     columns.append(column("verdict", "trainer" if "verdict" in written else "rollout", scope="row"))
@@ -41,6 +42,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
             rows,
             columns=columns,
             advantage_estimator=draw(st.sampled_from(["gae", "reinforce++", "grpo"])),
+            bootstrap=draw(st.sampled_from([None, {"column": "verdict", "stop_reasons": ["length"]}])),
             kl_in_reward=draw(st.sampled_from([None, {"coef": 0.5, "estimator": "k3"}])),
         )
     )

@@ -126,7 +126,7 @@ class Batch:
         by_token = self._by_token(parts)
         for part in parts:
             kept = {number: self.rows[number] for number in range(part.start, part.kept_end)}
-            divided.append(divisors := denominators(kept))
+            divided.append(divisors := denominators(kept, self.config))
             whitened = self._whitener(part) if self.credit.advantages else None
             for number, row in kept.items():
                 scale = divisors.scale(number, self.config) if part.model == "policy" else 1.0
@@ -256,7 +256,7 @@ class Batch:
         if any(step["step_key"] for one in self.trajectories for step in one.steps):
             labels["step_keys"] = each(lambda row: [row.trajectory.steps[step]["step_key"] for step in row.path], None)
         if any("reward_components" in one.steps[-1] for one in self.trajectories):
-            labels["reward_components"] = each(lambda row: row.trajectory.steps[-1]["reward_components"], None)
+            labels["reward_components"] = each(lambda row: row.trajectory.steps[-1].get("reward_components", {}), None)
         if self.config["cp_shards"] != "none":
             declared = [column["name"] for column in self.config["columns"] if column["scope"] == "token"]
             labels["context_parallel"] = {

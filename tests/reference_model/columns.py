@@ -40,12 +40,19 @@ def at(step: dict[str, Any], column: Column, index: int) -> Any:
 
 def _of_token(row: Merged, column: Column, place: int) -> Any:
     """Of the steps that have the token, the first or the last gives its value, or of a partial column, the first or the
-    last that gave one."""
-    holding = row.path[row.path.index(row.holders[place]) :]
-    ordered = holding if column.get("merge", "first") == "first" else holding[::-1]
-    tried = ordered if column.get("partial") else ordered[:1]
-    given = (at(row.trajectory.steps[number], column, place) for number in tried)
+    last that gave one; where none did, the first or the last earlier step of the trajectory that did and has the same
+    tokens up to there."""
+    holding, steps = row.path[row.path.index(row.holders[place]) :], row.trajectory.steps
+    others = [number for number in range(row.path[-1]) if number not in row.path and _has(steps[number], row, place)]
+    order = 1 if column.get("merge", "first") == "first" else -1
+    tried = [*holding[::order], *others[::order]] if column.get("partial") else holding[::order][:1]
+    given = (at(steps[number], column, place) for number in tried)
     return next((value for value in given if value is not None), filled(column))
+
+
+def _has(step: dict[str, Any], row: Merged, place: int) -> bool:
+    whole = step["prompt_token_ids"] + step["response_ids"]
+    return len(whole) > place and whole[: place + 1] == row.tokens[: place + 1]
 
 
 def value(row: Merged, column: Column) -> Any:

@@ -81,8 +81,16 @@ def group_advantages(scores: list[float], tokens: list[int], batch: list[float],
         lead = float(first - second) / (std(scores) + epsilon if is_normed else 1.0)
         return [lead if one == first else 0.0 for one in exact]
     if estimator == "rloo":
-        return [float(one - (sum(exact) - one) / (count - 1)) for one in exact]
+        return [_less_others(place, exact, config) for place in range(count)]
     return [float((one - mean) / (mean + Fraction(1e-6))) for one in exact]
+
+
+def _less_others(place: int, scores: list[Fraction], config: Config) -> float:
+    """`rloo`: a score less the mean of the others, over their standard deviation where that is asked for and not 0."""
+    others = [one for at, one in enumerate(scores) if at != place]
+    centered = float(scores[place] - sum(others) / len(others))
+    deviation = std([float(one) for one in others]) if config["rloo_norm_by_std"] else 0.0
+    return centered / (deviation + config["grpo_epsilon"]) if deviation else centered
 
 
 @dataclass
@@ -124,11 +132,18 @@ def credit(
         if kl is not None and "column" in kl:
             sums = [float32(step[kl["column"]]) for step in one.steps]
         scores.append(one.score - (kl["coef"] * exact_sum(sums) if kl else 0.0))
-        tokens.append(len(trained))
+        # Also those that no row has.
+        tokens.append(sum(map(sum, one.masks)))
         of_all.append(trained)
         result.rewards.append(rewards)
         if estimator in PER_TOKEN:
-            credits, uncredited = _of_tokens(one, trained, rewards, config)
+            sent = [[float(value != 0) for value in as_list(step["reward"])] for step in one.steps]
+            alike = [isinstance(step["reward"], list) for step in one.steps]
+            counts = [
+                _placed({**step, "reward": ones if is_list else ones[0]}, number, of_one)
+                for number, (step, ones, is_list) in enumerate(zip(one.steps, sent, alike, strict=True))
+            ]
+            credits, uncredited = _of_tokens(one, trained, rewards, counts, config)
             result.of_tokens.append(credits)
             result.uncredited += uncredited
         if estimator == "none" and isinstance(one.steps[0]["advantage"], list) and config["whiten"] != "none":
@@ -179,7 +194,8 @@ def _of_steps(trajectories: list[Trajectory], scores: list[float], config: Confi
     returns = [_returns(one.steps, rule.get("gamma", 1.0)) for one in trajectories]
     every = [value for of_one in returns for value in of_one]
     whole = _of_groups(trajectories, scores, [0] * len(scores), by_grpo)
-    result = [[advantage] * len(one.steps) for one, advantage in zip(trajectories, whole, strict=True)]
+    weight = rule.get("trajectory_weight", 1.0)
+    result = [[weight * advantage] * len(one.steps) for one, advantage in zip(trajectories, whole, strict=True)]
     for members in compared(trajectories, config):
         by_key: dict[Any, list[tuple[int, int]]] = {}
         for place in members:
@@ -299,9 +315,10 @@ def _kl(one: Trajectory, token: Token, config: Config) -> float:
 
 
 def _of_tokens(
-    one: Trajectory, trained: list[Token], rewards: list[list[float]], config: Config
+    one: Trajectory, trained: list[Token], rewards: list[list[float]], counts: list[list[float]], config: Config
 ) -> tuple[dict[Token, tuple[float, float]], int]:
-    """Advantage and return of each trained token, and the rewards before any of them."""
+    """Advantage and return of each trained token, and the rewards before any of them. counts: how many rewards other
+    than 0 came to be on each token."""
     earned, uncredited, last = dict.fromkeys(trained, 0.0), 0, None
     for number, of_step in enumerate(rewards):
         for index, reward in enumerate(of_step):
@@ -309,10 +326,13 @@ def _of_tokens(
             if last is not None:
                 earned[last] += reward
             else:
-                uncredited += reward != 0
+                uncredited += int(counts[number][index])
     gamma, critic = 1.0 if config["advantage_estimator"] == "otb" else config["gamma"], config["critic_lambda"]
     credits: dict[Token, tuple[float, float]] = {}
-    advantage = target = value_after = 0.0
+    advantage = target = 0.0
+    value_after, bootstrap, last_step = 0.0, config["bootstrap"], one.steps[-1]
+    if bootstrap is not None and last_step["stop_reason"] in bootstrap["stop_reasons"]:
+        value_after = float32(last_step[bootstrap["column"]])
     for token in reversed(trained):
         if config["advantage_estimator"] == "gae":
             value = float32(one.steps[token[0]]["values"][token[1]])
@@ -339,7 +359,7 @@ def _lambda(step: Row, trained: int, config: Config) -> float:
 
 def whitener(advantages: list[float]) -> Callable[[float], float]:
     """What `whiten` makes of each advantage, where these are those of the trained tokens."""
-    if not advantages:
+    if len(advantages) < 2:
         return lambda _: 0.0
     mean = float(sum(map(Fraction, advantages)) / len(advantages))
     variance = math.fsum((one - mean) ** 2 for one in advantages) / max(1, len(advantages) - 1)
@@ -373,7 +393,7 @@ class Denominators:
         )
 
 
-def denominators(rows: dict[int, Merged]) -> Denominators:
+def denominators(rows: dict[int, Merged], config: Config) -> Denominators:
     """rows: the kept ones of a mini-batch, by number."""
     tokens = {number: sum(row.loss_mask) for number, row in rows.items()}
     prompts: dict[Any, int] = {}
@@ -382,11 +402,16 @@ def denominators(rows: dict[int, Merged]) -> Denominators:
         one = row.trajectory
         prompts[one.round, one.uid] = prompts.get((one.round, one.uid), 0) + tokens[number]
         trajectories[id(one)] = trajectories.get(id(one), 0) + tokens[number]
+
+    def counted(of_each: dict[Any, int]) -> int:
+        is_counted = config["loss_reduction_over"] == "all"
+        return max(1, sum(is_counted or of_one > 0 for of_one in of_each.values()))
+
     return Denominators(
         max(1, sum(tokens.values())),
-        max(1, len(rows)),
-        max(1, len(prompts)),
-        max(1, len(trajectories)),
+        counted(tokens),
+        counted(prompts),
+        counted(trajectories),
         {
             number: (
                 max(1, tokens[number]),

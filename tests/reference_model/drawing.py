@@ -60,14 +60,16 @@ def _config(random: Random) -> Config:
             ["grpo"] * 3
             + ["gdpo"] * 2
             + ["gigpo"] * 2
-            + ["rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++", "otb", "rae", "rae"]
+            + ["rloo", "rloo", "maxrl", "opo", "passk", "none", "gae", "gae", "reinforce++", "otb", "rae", "rae"]
         ),
         "grpo_std_over": some(["group", "group", "batch"]),
         "grpo_norm_by_std": maybe(0.7),
+        "rloo_norm_by_std": maybe(),
         "grpo_epsilon": some([1e-6, 1e-4, 0.5]),
         "loss_reduction": some(
             ["none", "token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean", "trajectory_mean"]
         ),
+        "loss_reduction_over": some(["all", "all", "trained"]),
         "max_seq_len": some([8, 16, 40]),
         "dp_size": some([1, 1, 2, 3, 4]),
         "micro_batch": some(
@@ -150,6 +152,7 @@ def _credit(random: Random, config: Config) -> None:
             "key": some(["index", "step_key"]),
             "omega": some([0.0, 0.5, 1.0]),
             "gamma": some([0.0, 0.5, 1.0]),
+            "trajectory_weight": some([1.0, 1.0, 0.0, 0.5]),
         }
     if estimator in ("gae", "reinforce++", "otb", "gigpo") and config["whiten"] == "trajectories":
         config["whiten"] = "batch"
@@ -159,6 +162,10 @@ def _credit(random: Random, config: Config) -> None:
         if config["lambda"] == {"column": "trust"}:
             merge = some(["first", "last", "sum"])
             config["columns"].append({"name": "trust", "dtype": "float32", "scope": "row", "merge": merge})
+        if random.random() < 0.5:
+            reasons = some([["length"], ["length", "timeout"], ["stop"]])
+            config["bootstrap"] = {"column": "next_value", "stop_reasons": reasons}
+            config["columns"].append({"name": "next_value", "dtype": some(["float32", "float64"]), "scope": "row"})
     if estimator in ("grpo", "rloo", "maxrl", "opo", "passk", "gigpo", "rae") and random.random() < 0.25:
         lengths = random.sample(["output_tokens", "input_tokens", "turns"], random.randint(1, 3))
         config["length_penalty"] = {name: some([0.0, 0.25, 2.0]) for name in lengths}
@@ -262,6 +269,10 @@ def _trajectory(random: Random, config: Config, prompt: list[int], kinds: int, h
         }
         if has["reward_components"] and step == count - 1:
             row["reward_components"] = {"correct": random.choice(REWARDS), "format": random.choice(REWARDS)}
+            if config["advantage_estimator"] != "gdpo" and random.random() < 0.4:
+                # Data sources have components of their own.
+                del row["reward_components"][random.choice(["correct", "format"])]
+                row["reward_components"] |= random.choice([{}, {"tests": random.choice(REWARDS)}])
         if has["partition"]:
             row["partition"] = random.choice(["", "sft", "sft"])
         if has["step_key"]:

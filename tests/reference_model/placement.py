@@ -97,8 +97,13 @@ def check_placed(
             pads = sum(row == PADDING for row in placed)
             assert pads == sum(row == PADDING for rank in part.ranks for rows_ in rank for row in rows_), "padding rows"
     if config["balance"] != "none" and "size" in limit:
-        padding = [sum(row == PADDING for micro_batch in rank for row in micro_batch) for rank in ranks]
+        padding, of_none = (
+            [sum(row == PADDING for micro_batch in rank for row in micro_batch) for rank in each]
+            for each in (ranks, part.ranks)
+        )
         is_even = max(padding) - min(padding) <= len(set(part.partitions))
-        assert is_even or is_tree or ranks == part.ranks, "padding rows are dealt evenly, or as without balance"
+        # A tree has rows that share tokens next to each other also without balance.
+        is_plain = padding == of_none if is_tree else ranks == part.ranks
+        assert is_even or is_plain, "padding rows are dealt evenly, or as without balance"
     part.ranks = ranks
     return shares

@@ -16,6 +16,7 @@ DEFAULTS: Config = {
     "critic_mini_batch_size": None, "mini_batch_unit": "prompt", "update_epochs_per_batch": 1, "merge": "none",
     "retokenized_tail": 0, "trajectory_score": "last_step", "advantage_estimator": "grpo", "grpo_norm_by_std": True,
     "grpo_epsilon": 1e-6, "grpo_std_over": "group", "gamma": 1.0, "lambda": 1.0, "critic_lambda": None,
+    "bootstrap": None, "rloo_norm_by_std": False, "loss_reduction_over": "all",
     "whiten": "none", "kl_in_reward": None, "kl_from": "old_logprobs",
     "loss_reduction": "none", "zero_variance_filter": None, "overlong_filter": [],
     "max_staleness": None, "stale": "count", "max_samples_per_prompt": None, "dp_size": 1, "cp_size": 1, "vpp_size": 1,

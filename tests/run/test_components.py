@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError
@@ -19,17 +17,26 @@ def test_rows_sent_again_with_other_components_are_refused() -> None:
         bench.submit(row("a", reward_components={"x": 2.0}))
 
 
-@pytest.mark.parametrize("first", [{"reward_components": {"x": 1.0}}, {}])
-def test_all_last_steps_of_a_run_have_the_same_components_or_none_also_after_a_restart(
-    first: dict[str, Any],
-) -> None:
-    bench = Bench()
-    bench.submit(row("a", **first))
+def test_all_last_steps_have_the_same_components_where_the_estimator_compares_them_also_after_a_restart() -> None:
+    bench = Bench(advantage_estimator="gdpo")
+    bench.submit(row("a", reward_components={"x": 1.0}))
     bench.reopen()
     assert bench.replayed() == bench.state
     with pytest.raises(InvalidArgumentError, match="uid 'a' sample 1 step 0: reward_components has 'y', and other"):
         bench.submit(row("a", 1, reward_components={"y": 1.0}))
-    bench.submit(row("a", 1, **first))
+    bench.submit(row("a", 1, reward_components={"x": 0.5}))
+
+
+def test_components_may_differ_where_no_estimator_compares_them_and_a_run_has_at_most_64_names() -> None:
+    bench = Bench(train_batch_size=100)
+    for number in range(32):
+        first, second = group_rows(f"a{number}")
+        components = {f"x{number}": 1.0, f"y{number}": 0.0}
+        assert bench.submit(first, second | {"reward_components": components}) == ["ACCEPTED"] * 2
+    bench.reopen()
+    with pytest.raises(InvalidArgumentError, match="uid 'b' sample 0 step 0: reward_components has 'z', which would"):
+        bench.submit(row("b", reward_components={"z": 1.0, "x7": 1.0}))
+    assert bench.submit(row("b", reward_components={"y31": 1.0, "x7": 1.0})) == ["ACCEPTED"]
 
 
 def test_a_row_without_the_components_that_the_estimator_reads_is_refused_alone() -> None:

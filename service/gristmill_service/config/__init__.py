@@ -4,7 +4,7 @@ Contains every rule that can be checked before a rollout arrives.
 """
 
 from gristmill_service.config.parsing import parse_config, read_config, stored_config, with_dp_size
-from gristmill_service.config.rules import MOST_PADDED_TO, MOST_TAGS, warnings_of
+from gristmill_service.config.rules import MOST_PADDED_TO, MOST_TAGS
 from gristmill_service.config.run_config import (
     MERGE_MODES,
     SETTINGS,
@@ -19,6 +19,7 @@ from gristmill_service.config.run_config import (
     RunConfig,
     StepGroups,
 )
+from gristmill_service.config.warnings import warnings_of
 
 __all__ = [
     "MERGE_MODES",

@@ -18,6 +18,7 @@ from gristmill_service.config import rules
 from gristmill_service.config.run_config import (
     FLOAT64_MAX,
     SETTINGS,
+    Bootstrap,
     Flops,
     KlInReward,
     LambdaRule,
@@ -53,6 +54,7 @@ def renamings(unknown: Iterable[Any], known: Collection[str]) -> str:
 
 _SECTIONS: dict[str, type[BaseModel]] = {
     "micro_batch": MicroBatch,
+    "bootstrap": Bootstrap,
     "flops": Flops,
     "kl_in_reward": KlInReward,
     "lambda": LambdaRule,

@@ -1,17 +1,14 @@
-"""Rules between the settings of a run: conflicts are rejected, and probably unintended combinations are reported."""
+"""Rules between the settings of a run: conflicts are rejected."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
-
-from pydantic import BaseModel
 
 from gristmill._wire.column_spec import CP_TENSORS, LOSS_WEIGHT, ColumnScope, ColumnSpec, by_name
 from gristmill._wire.context_parallel import pieces_of
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
-from gristmill_service.estimators import GroupEstimator, RunningEstimator, TokenEstimator, readers
+from gristmill_service.config.run_config import MERGE_MODES, RunConfig
+from gristmill_service.estimators import GroupEstimator, RunningEstimator, TokenEstimator
 from gristmill_service.validation_messages import shown
 
 MOST_PADDED_TO = 1 << 17
@@ -250,6 +247,7 @@ def _check_columns(config: RunConfig) -> None:
             config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed from it"
         )
     _check_lambda(config)
+    _check_bootstrap(config)
     weights = ColumnSpec.of({"name": LOSS_WEIGHT, "dtype": "float32", "scope": "response"})
     if by_name(config.columns).get(LOSS_WEIGHT) not in (None, weights):
         raise InvalidArgumentError(
@@ -299,6 +297,11 @@ def _check_lambda(config: RunConfig) -> None:
                 f"columns: {name} has source: trainer, so it has one value per row, and lambda reads one per step, "
                 "whatever rows the steps became; leave source out, so that rollouts send it"
             )
+
+
+def _check_bootstrap(config: RunConfig) -> None:
+    if (name := config.bootstrap_column) is not None:
+        _check_declared(config, name, "row", "bootstrap reads the value after a trajectory that was cut from it")
 
 
 def _check_written(config: RunConfig) -> None:
@@ -418,72 +421,3 @@ def _check_tags(config: RunConfig) -> None:
             f"tag_shares: {' + '.join(f'{count} of {shown(tag)}' for tag, count in groups.items())} whole groups are "
             f"more than train_batch_size: {config.train_batch_size}; lower the shares or enlarge the batch"
         )
-
-
-def warnings_of(config: RunConfig) -> list[str]:
-    """Returns a sentence for each combination of settings that is allowed but probably unintended."""
-    warnings = []
-    if config.merging.joins and config.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
-        warnings.append(
-            f"loss_reduction: {config.loss_reduction} counts rows, and merge: {config.merge} reduces their number, so "
-            "the scale of the loss depends on how many steps merge; use trajectory_mean, prompt_mean or token_mean "
-            "to avoid that"
-        )
-    if config.on_misaligned == "drop_trailing" and config.seal_order == "completion":
-        warnings.append(
-            "on_misaligned: drop_trailing with seal_order: completion drops the groups that finish last, which "
-            "are the slowest and longest; use seal_order: admission or on_misaligned: pad to train on them"
-        )
-    size = config.micro_batch.size
-    if config.layout == "prefix_tree" and size is not None and size < config.n_samples_per_prompt:
-        warnings.append(
-            f"layout: prefix_tree with micro_batch: {{size: {size}}} splits every group of "
-            f"{config.n_samples_per_prompt} samples, so its prompt is repeated in several micro-batches; use "
-            "micro_batch: {max_tokens: ...}, which counts distinct tokens, or a larger size"
-        )
-    return [*warnings, *_without_effect(config), *_about_groups(config)]
-
-
-def _without_effect(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each changed setting of estimators that the run's estimator does not read."""
-    for field, setting in RunConfig.model_fields.items():
-        name, value = setting.alias or field, getattr(config, field)
-        estimators = readers(name)
-        if estimators and config.advantage_estimator not in estimators and value != setting.default:
-            by = " or ".join(estimators)
-            shown_value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
-            yield f"{name}: {shown_value} has no effect: it is read with advantage_estimator: {by} alone"
-    if config.grpo_std_over == "batch" and not config.grpo_norm_by_std:
-        yield "grpo_std_over: batch has no effect: it is read with grpo_norm_by_std: true alone"
-    kl = config.kl_in_reward
-    if config.kl_from != SETTINGS["kl_from"].default and (kl is None or kl.estimator is None):
-        yield f"kl_from: {config.kl_from} has no effect: it is read only with kl_in_reward: {{estimator: ...}}"
-
-
-def _about_groups(config: RunConfig) -> Iterator[str]:
-    micro_batches, rows = config.dp_size * (config.micro_batch.count or 0), _most_rows(config)
-    if rows is not None and micro_batches > rows:
-        yield (
-            f"micro_batch.count: {config.micro_batch.count} on dp_size: {config.dp_size} ranks gives {micro_batches} "
-            f"micro-batches, but a mini-batch has at most {rows} rows, so some micro-batches contain only padding; "
-            "lower the count or enlarge the mini-batches"
-        )
-    if config.tag_shares and config.tag_timeout_s is None:
-        yield (
-            "tag_shares without tag_timeout_s: if no more groups of a tag arrive, no batch is sealed until the run is "
-            "finished; set tag_timeout_s"
-        )
-    several = config.most_samples > 1 and config.n_samples_per_prompt == 1
-    if several and isinstance(config.estimator, GroupEstimator):
-        yield (
-            f"max_samples_per_prompt: {config.max_samples_per_prompt} with n_samples_per_prompt: 1: a group of one "
-            "is scored without a baseline, also one that is left of several, and the others relative to their "
-            "group; use n_samples_per_prompt: 2 or more, or advantage_estimator: none"
-        )
-
-
-def _most_rows(config: RunConfig) -> int | None:
-    """Returns the maximum number of rows of a mini-batch; None if trajectories have several steps."""
-    if config.step_wise:
-        return None
-    return max(map(config.mini_batch_size, config.models)) * config.most_samples

@@ -101,6 +101,7 @@ def _encodable(text: str) -> str:
 Tag = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_TAG)]
 Agent = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_AGENT)]
 StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
+StopReasons = Annotated[tuple[StopReason, ...], FailFast()]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 # The limit keeps scores and advantages finite.
@@ -175,15 +176,16 @@ class Rae(BaseModel):
 
 
 class StepGroups(BaseModel):
-    """The advantages of steps that `gigpo` adds to those of trajectories, `omega` times. Steps of a prompt group are
-    compared if they have the same `step_key`, or the same number (`key: index`), by their returns with the discount
-    `gamma`."""
+    """The advantages of steps that `gigpo` adds to those of trajectories: `trajectory_weight` times that of the
+    trajectory plus `omega` times that of the step. Steps of a prompt group are compared if they have the same
+    `step_key`, or the same number (`key: index`), by their returns with the discount `gamma`."""
 
     model_config = _STRICT
 
     key: Literal["step_key", "index"] = "step_key"
     omega: Factor = 1.0
     gamma: Discount = 1.0
+    trajectory_weight: Factor = 1.0
 
 
 class LambdaRule(BaseModel):
@@ -194,6 +196,16 @@ class LambdaRule(BaseModel):
 
     length_adaptive: Epsilon | None = None
     column: ColumnName | None = None
+
+
+class Bootstrap(BaseModel):
+    """The value after a trajectory that was cut: that of its last step in a row column, if its stop reason is one of
+    `stop_reasons`."""
+
+    model_config = _STRICT
+
+    column: ColumnName
+    stop_reasons: StopReasons = Field(strict=False, min_length=1, max_length=1000)
 
 
 # The tags of this union are blank, so that messages do not show them.
@@ -228,6 +240,7 @@ class RunConfig(BaseModel):
     grpo_norm_by_std: bool = True
     grpo_epsilon: Epsilon = 1e-6
     grpo_std_over: Literal["group", "batch"] = "group"
+    rloo_norm_by_std: bool = False
     component_weights: dict[ComponentName, Weight] = Field(default={}, max_length=MOST_COMPONENTS)
     length_penalty: LengthPenalty | None = None
     step_groups: StepGroups | None = None
@@ -235,12 +248,14 @@ class RunConfig(BaseModel):
     gamma: Discount = 1.0
     lambda_: Lambda = Field(default=1.0, alias="lambda")
     critic_lambda: Discount | None = None
+    bootstrap: Bootstrap | None = None
     whiten: Literal["batch", "mini_batch", "trajectories", "none"] = "none"
     kl_in_reward: KlInReward | None = None
     kl_from: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
     loss_reduction: LossReduction = "none"
+    loss_reduction_over: Literal["all", "trained"] = "all"
     zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
-    overlong_filter: Annotated[tuple[StopReason, ...], FailFast()] = Field(default=(), strict=False, max_length=1000)
+    overlong_filter: StopReasons = Field(default=(), strict=False, max_length=1000)
     max_staleness: Versions | None = None
     stale: Literal["drop", "count", "mask"] = "count"
     dp_size: Size = 1
@@ -282,6 +297,12 @@ class RunConfig(BaseModel):
         """The row column from which the estimator reads each step's λ."""
         reads = "lambda" in self.estimator.settings
         return self.lambda_.column if reads and isinstance(self.lambda_, LambdaRule) else None
+
+    @property
+    def bootstrap_column(self) -> str | None:
+        """The row column from which the estimator reads the value after a trajectory that was cut."""
+        reads = self.bootstrap is not None and "bootstrap" in self.estimator.settings
+        return self.bootstrap.column if reads and self.bootstrap is not None else None
 
     @property
     def merging(self) -> MergeMode:

@@ -195,8 +195,8 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def reward_components(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RewardComponents]:
-        """The components of each trajectory's reward, one entry per row: empty except on the last step. All last steps of a run
-        have the same names, or none. Empty: no row has any.
+        """The components of each trajectory's reward, one entry per row: empty except on the last step. A run has at most 64
+        different names. With advantage_estimator: gdpo, all last steps have the same. Empty: no row has any.
         """
 
     @property

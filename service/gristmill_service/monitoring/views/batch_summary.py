@@ -24,7 +24,7 @@ from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.layout.extra_columns import row_costs
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.joins import Mismatch, breaks, mismatch
-from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
+from gristmill_service.pipeline.rows.merge import merge_rows, ones, visit_loss_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
 
 KEPT_BREAKS = 200
@@ -101,6 +101,7 @@ class BatchReader:
         self._rows_read = 0
         self._bare: list[Steps] = []
         self._visited: list[Int64s] = []
+        self._sampled: list[Int64s] = []
         self._trained: list[Int64s] = []
         self._counts: list[Int64s] = []
         self._lengths: list[Int64s] = []
@@ -128,7 +129,8 @@ class BatchReader:
         steps, bounds = received.steps, received.trajectory_bounds
         scores = advantage.trajectory_scores(steps.rewards, bounds, config.trajectory_score)
         visited, counts = np.concatenate(self._visited), np.concatenate(self._counts)
-        trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
+        unfiltered = filters.trained_steps(received, scores, config)[0]
+        trained = np.concatenate(self._trained) * unfiltered[visited]
         begins = np.cumsum(counts) - counts
         first, last = visited[begins], visited[begins + counts - 1]
         # Advantages per token or step, or that include a KL, need declared columns, a length penalty needs tokens,
@@ -146,7 +148,8 @@ class BatchReader:
         tokens = advantage.trajectory_tokens(trajectories, trained, len(scores))
         advantages = None
         if not is_elsewhere:
-            estimated = advantage.estimated(received, scores, tokens, config)
+            sampled = advantage.sampled_tokens(np.concatenate(self._sampled) * unfiltered, bounds)
+            estimated = advantage.estimated(received, scores, sampled, config)
             advantages = advantage.whitened_of_trajectories(estimated, tokens, config)
         return BatchSummary(
             received=received,
@@ -179,7 +182,9 @@ class BatchReader:
         config, received = self._config, receive(table, self._config)
         rows = merge_rows(received, config)
         self._visited.append(rows.steps + self._rows_read)
-        self._trained.append(visit_loss_tokens(rows, filters.fresh_loss_mask(table, config, self._version)))
+        loss_mask = filters.fresh_loss_mask(table, config, self._version)
+        self._sampled.append(ones(loss_mask))
+        self._trained.append(visit_loss_tokens(rows, loss_mask))
         self._counts.append(np.diff(rows.edges))
         self._lengths.append(rows.lengths)
         if (costs := row_costs(table, rows, config)) is not None:

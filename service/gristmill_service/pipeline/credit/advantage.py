@@ -6,7 +6,7 @@ Scores come from the steps as received, so that merging cannot change them. All 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,23 @@ def trajectory_scores(
     return scores
 
 
+class TokenCounts(NamedTuple):
+    """How many tokens of each trajectory are trained, without those that a filter masks; float64 (trajectories,) each.
+
+    sampled: `sampled_tokens`. in_rows: `trajectory_tokens`, which are fewer with `retokenized_tail`.
+    """
+
+    sampled: Float64s
+    in_rows: Float64s
+
+
+def sampled_tokens(loss_tokens: Int64s, trajectory_bounds: Int64s) -> Float64s:
+    """Returns how many tokens of each trajectory are trained, without those that a filter masks, as they were received:
+    also those that no row keeps (`retokenized_tail`), so that merging cannot change an advantage; float64
+    (trajectories,). loss_tokens: int64 (steps,), of each step that no filter masks, 0 of others."""
+    return np.diff(np.append(0, np.cumsum(loss_tokens))[trajectory_bounds]).astype(np.float64)
+
+
 def trajectory_tokens(row_trajectories: Int64s, loss_tokens: Int64s, trajectories: int) -> Float64s:
     """Returns how many tokens of each trajectory are trained, without those that a filter masks; float64
     (trajectories,).
@@ -68,7 +85,10 @@ def whitened_of_trajectories(advantages: Float64s, tokens: Float64s, config: Run
 
 def estimated(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
     """Returns one advantage per trajectory, not yet whitened. It is computed, or, with `advantage_estimator: none`, as
-    clients sent it; zeros if they sent advantages per token, which are laid out as a column."""
+    clients sent it; zeros if they sent advantages per token, which are laid out as a column.
+
+    tokens: `sampled_tokens`.
+    """
     estimator = config.estimator
     if not isinstance(estimator, GroupEstimator):
         sent = received.steps.advantages
@@ -84,12 +104,13 @@ def estimated(received: Received, scores: Float64s, tokens: Float64s, config: Ru
 
 
 def step_advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
-    """Returns the advantage of each step, not yet whitened: that of its trajectory plus `omega` times its own, which
-    compares its return with those of the steps of its comparison group with the same key (`step_groups`); float64
-    (steps,). A step that compares with none has 0 of its own. tokens: `trajectory_tokens`."""
+    """Returns the advantage of each step, not yet whitened: `trajectory_weight` times that of its trajectory plus
+    `omega` times its own, which compares its return with those of the steps of its comparison group with the same key
+    (`step_groups`), also of the same trajectory; float64 (steps,). A step that compares with none has 0 of its own.
+    tokens: `sampled_tokens`."""
     estimator, rule, bounds = config.estimator, config.step_groups or StepGroups(), received.trajectory_bounds
     assert isinstance(estimator, GroupEstimator), "only these compare steps"
-    of_trajectories = estimated(received, scores, tokens, config)
+    of_trajectories = rule.trajectory_weight * estimated(received, scores, tokens, config)
     keys, lengths = _step_keys(received, rule), np.diff(bounds)
     returns, own = discounted_sums(received.steps.rewards, bounds, rule.gamma), np.zeros(len(keys))
     batch_std = _exact_std(returns) if config.grpo_std_over == "batch" else 0.0
@@ -135,7 +156,8 @@ def _exact_std(numbers: Float64s) -> float:
 class Denominators:
     """The numbers by which the token losses of one mini-batch are divided, over all its ranks.
 
-    Counts are of kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64 (kept
+    Counts are of kept, real rows, and at least 1; with `only_trained` (`loss_reduction_over: trained`) of the rows,
+    prompts and trajectories that have a loss token. `row_tokens, prompt_tokens, trajectory_tokens` are int64 (kept
     rows,): the loss tokens of each row, of its prompt group and of its trajectory within the mini-batch. `loss_weight`
     is the sum of the weights of tokens; None without weights.
     """
@@ -147,15 +169,17 @@ class Denominators:
         groups: Int64s,
         trajectories: Int64s,
         loss_weight: float | None = None,
+        *,
+        only_trained: bool = False,
     ) -> None:
         kept = slice(mini_batch.start, mini_batch.kept_end)
         tokens = loss_tokens[kept]
         self.start, self.loss_weight = mini_batch.start, loss_weight
         self.loss_tokens = max(1, int(tokens.sum()))
-        self.rows = max(1, len(tokens))
+        self.rows = max(1, int(np.count_nonzero(tokens)) if only_trained else len(tokens))
         self.row_tokens = np.maximum(1, tokens)
-        self.prompts, self.prompt_tokens = _summed(tokens, groups[kept])
-        self.trajectories, self.trajectory_tokens = _summed(tokens, trajectories[kept])
+        self.prompts, self.prompt_tokens = _summed(tokens, groups[kept], only_trained)
+        self.trajectories, self.trajectory_tokens = _summed(tokens, trajectories[kept], only_trained)
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -190,10 +214,12 @@ class Denominators:
         return scale
 
 
-def _summed(tokens: Int64s, owners: Int64s) -> tuple[int, Int64s]:
-    """Returns the number of owners, and the tokens of each row's owner; at least 1. Rows of an owner are adjacent."""
+def _summed(tokens: Int64s, owners: Int64s, only_trained: bool) -> tuple[int, Int64s]:
+    """Returns the number of owners, or with `only_trained` of those with tokens, and the tokens of each row's owner;
+    all at least 1. Rows of an owner are adjacent."""
     if not len(tokens):
         return 1, tokens
     first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
-    sums = np.maximum(1, np.add.reduceat(tokens, first))
-    return len(first), np.repeat(sums, np.diff(first, append=len(tokens)))
+    sums = np.add.reduceat(tokens, first)
+    count = max(1, int(np.count_nonzero(sums)) if only_trained else len(first))
+    return count, np.repeat(np.maximum(1, sums), np.diff(first, append=len(tokens)))

@@ -29,20 +29,20 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     trained_tokens,
 )
 from gristmill_service.pipeline.credit.whitening import whitened
-from gristmill_service.pipeline.rows.merge import KeptTokens, Rows, kept_tokens
+from gristmill_service.pipeline.rows.merge import KeptTokens, Rows, kept_tokens, ones
 from gristmill_service.pipeline.rows.validate import Received
 
 
 def token_advantages(
-    estimator: TokenEstimator, tokens: TrainedTokens, settings: Settings, rewards: Float64s, *columns: Any
+    estimator: TokenEstimator, tokens: TrainedTokens, settings: Settings, rewards: Float64s, *columns: Any, **more: Any
 ) -> tuple[Float64s, Float64s]:
     """Returns the advantages and returns of the trained tokens; each float64 (trained tokens,).
 
-    rewards: `credited_rewards`. columns: what `estimator.compute` takes after them.
+    rewards: `credited_rewards`. columns, more: what `estimator.compute` takes after them.
     Raises InvalidArgumentError naming the token where float32 does not hold a result.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        advantages, returns = estimator.compute(settings, tokens.bounds, rewards, *columns)
+        advantages, returns = estimator.compute(settings, tokens.bounds, rewards, *columns, **more)
     remedy = f"scale the {' and '.join(('rewards', *estimator.columns))} down"
     if advantages is not returns:
         tokens.check(advantages, "advantage", remedy)
@@ -99,14 +99,17 @@ def credit(
     """
     per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
-    lengths = advantage.trajectory_tokens(rows.trajectories, loss_tokens, len(scores))
+    lengths = advantage.TokenCounts(
+        advantage.sampled_tokens(ones(received.steps.loss_mask) * trained, received.trajectory_bounds),
+        advantage.trajectory_tokens(rows.trajectories, loss_tokens, len(scores)),
+    )
     sent = received.steps.token_advantages
     if config.estimator.compares_steps or (sent is not None and config.whiten != "none"):
         tokens = trained_tokens(received, trained, kept_tokens(rows, len(trained)).most)
         if sent is not None:
             of_tokens = tokens.take(sent)
         else:
-            of_steps = advantage.step_advantages(received, scores, lengths, config)
+            of_steps = advantage.step_advantages(received, scores, lengths.sampled, config)
             of_tokens = np.repeat(of_steps, np.diff(tokens.step_bounds))
         if config.whiten == "batch":
             whitened(of_tokens, out=of_tokens)
@@ -129,16 +132,16 @@ def credit(
 
 
 def _of_trajectories(
-    received: Received, scores: Float64s, tokens: Float64s, before: Baselines, config: RunConfig
+    received: Received, scores: Float64s, tokens: advantage.TokenCounts, before: Baselines, config: RunConfig
 ) -> Credit:
-    """Returns the credit of trajectories with these scores. tokens: `advantage.trajectory_tokens`."""
+    """Returns the credit of trajectories with these scores."""
     after = before
     if isinstance(config.estimator, RunningEstimator):
         scores = penalized(received, scores, config)
         estimated, after = running_advantages(received, scores, before, config)
     else:
-        estimated = advantage.estimated(received, scores, tokens, config)
-    return Credit(advantage.whitened_of_trajectories(estimated, tokens, config), baselines=after)
+        estimated = advantage.estimated(received, scores, tokens.sampled, config)
+    return Credit(advantage.whitened_of_trajectories(estimated, tokens.in_rows, config), baselines=after)
 
 
 class _Numbers:
@@ -177,7 +180,8 @@ class _Numbers:
     def _compute(self, part: Part) -> tuple[Float64s, int]:
         """Computes a part. Returns the KL sums of its trajectories, and how many rewards are in no token's return."""
         tokens, config = part.tokens, self._config
-        rewards, reference = response_rewards(tokens.steps, self._kept.of(part.steps)), config.kl_in_reward
+        kept, reference = self._kept.of(part.steps), config.kl_in_reward
+        rewards = response_rewards(tokens.steps, kept)
         estimates = np.empty(0)
         if reference is not None and reference.estimator is not None:
             name, steps = config.kl_from, tokens.steps
@@ -187,20 +191,32 @@ class _Numbers:
             rewards = kl.kl_in_rewards(tokens, rewards, estimates, reference.coef)
             self._rewards[part.responses] = reward_column(steps, rewards).values
         if isinstance(config.estimator, TokenEstimator):
-            return np.empty(0), self._credit(config.estimator, part, rewards)
+            return np.empty(0), self._credit(config.estimator, part, rewards, kept)
         return kl.kl_of_trajectories(tokens, estimates), 0
 
-    def _credit(self, estimator: TokenEstimator, part: Part, rewards: Float64s) -> int:
+    def _credit(self, estimator: TokenEstimator, part: Part, rewards: Float64s, kept: KeptTokens) -> int:
         tokens = part.tokens
-        credited, uncredited = credited_rewards(tokens, rewards)
+        credited, uncredited = credited_rewards(tokens, rewards, kept)
         columns: list[Any] = [] if self._compared is None else [self._compared[part.trajectories]]
         columns += [tokens.take(_column(tokens.steps, name)) for name in estimator.columns]
+        more: dict[str, Any] = {}
         if (name := self._config.lambda_column) is not None:
-            columns.append(tokens.of_steps(_column(tokens.steps, name)))
-        advantages, returns = token_advantages(estimator, tokens, self._config, credited, *columns)
+            more["lambdas"] = tokens.of_steps(_column(tokens.steps, name))
+        if (name := self._config.bootstrap_column) is not None:
+            more["bootstraps"] = self._bootstraps(tokens, name)
+        advantages, returns = token_advantages(estimator, tokens, self._config, credited, *columns, **more)
         self._advantages[part.trained] = advantages
         tokens.put(returns, self._returns[part.responses])
         return uncredited
+
+    def _bootstraps(self, tokens: TrainedTokens, column: str) -> Float64s:
+        """Returns the value after each trajectory: that of its last step if it was cut, else 0; float64
+        (trajectories,)."""
+        assert self._config.bootstrap is not None, "it names the column"
+        reasons, lasts = frozenset(self._config.bootstrap.stop_reasons), tokens.trajectory_bounds[1:] - 1
+        is_cut = [tokens.steps.stop_reasons[last] in reasons for last in lasts.tolist()]
+        values = _column(tokens.steps, column).compact().values[lasts].astype(np.float64)
+        return np.where(is_cut, values, 0.0)
 
 
 def _column(steps: Steps, name: str) -> Ragged:

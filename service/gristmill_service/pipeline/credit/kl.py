@@ -126,8 +126,8 @@ def reward_columns(config: RunConfig) -> frozenset[str]:
 def credit_columns(config: RunConfig) -> frozenset[str]:
     """Returns the columns that advantages are computed from."""
     reference = config.kl_in_reward
-    of_rows = () if reference is None or reference.column is None else (reference.column,)
-    return reward_columns(config).union(config.estimator.columns, of_rows)
+    of_rows = (None if reference is None else reference.column, config.bootstrap_column)
+    return reward_columns(config).union(config.estimator.columns, filter(None, of_rows))
 
 
 def check_credit_columns(steps: Steps, config: RunConfig) -> None:

@@ -165,6 +165,20 @@ def response_rewards(steps: Steps, kept: KeptTokens | None = None) -> Float64s:
     A scalar reward is on the last response token of its step. A reward whose token no row keeps moves to the last token
     that the first row keeps of its step; where none keeps any, it stays.
     """
+    sent = steps.rewards if steps.token_rewards is None else steps.token_rewards.compact().values
+    return _on_tokens(steps, sent.astype(np.float64), kept)
+
+
+def reward_counts(steps: Steps, kept: KeptTokens | None = None) -> Float64s:
+    """Returns how many rewards other than 0 are on each response token, as `response_rewards` places them; float64
+    (response tokens,)."""
+    sent = steps.rewards if steps.token_rewards is None else steps.token_rewards.compact().values
+    return _on_tokens(steps, (sent != 0).astype(np.float64), kept)
+
+
+def _on_tokens(steps: Steps, numbers: Float64s, kept: KeptTokens | None) -> Float64s:
+    """Returns the sum of the rewards' numbers on each response token. numbers: of steps, or of tokens if steps have
+    rewards of tokens; may be modified."""
     lengths = steps.response_lengths
     if kept is None:
         most = last = lengths
@@ -172,15 +186,14 @@ def response_rewards(steps: Steps, kept: KeptTokens | None = None) -> Float64s:
         most, last = kept.most, np.where((kept.most < lengths) & (kept.first > 0), kept.first, lengths)
     begins = np.cumsum(lengths) - lengths
     if steps.token_rewards is None:
-        rewards = np.zeros(int(lengths.sum()))
-        rewards[begins + last - 1] = steps.rewards
-        return rewards
-    rewards = steps.token_rewards.compact().values.astype(np.float64)
+        result = np.zeros(int(lengths.sum()))
+        result[begins + last - 1] = numbers
+        return result
     for step in np.flatnonzero(last < lengths).tolist():
-        of_step = rewards[begins[step] : begins[step] + lengths[step]]
+        of_step = numbers[begins[step] : begins[step] + lengths[step]]
         of_step[last[step] - 1] = exact_sum(np.append(of_step[most[step] :], of_step[last[step] - 1]))
         of_step[most[step] :] = 0
-    return rewards
+    return numbers
 
 
 def reward_column(steps: Steps, rewards: Float64s) -> Ragged:
@@ -195,25 +208,25 @@ def reward_column(steps: Steps, rewards: Float64s) -> Ragged:
     return Ragged.from_lengths(rewards.astype(np.float32), steps.response_lengths)
 
 
-def credited_rewards(tokens: TrainedTokens, rewards: Float64s) -> tuple[Float64s, int]:
+def credited_rewards(tokens: TrainedTokens, rewards: Float64s, kept: KeptTokens | None = None) -> tuple[Float64s, int]:
     """Returns each trained token's reward, and the number of rewards that are assigned to no token.
 
-    rewards: of the response tokens. A reward on a token that is not trained, such as an observation or a token of a
-    masked step, is assigned to the last trained token before it in its trajectory, which is the last action that can
-    have caused it. Returns to go are then the same as without observations. A reward before the first trained token of
-    its trajectory is assigned to no token, and is counted unless it is 0.
+    rewards: of the response tokens. kept: see `response_rewards`. A reward on a token that is not trained, such as an
+    observation or a token of a masked step, is assigned to the last trained token before it in its trajectory, which is
+    the last action that can have caused it. Returns to go are then the same as without observations. A reward before
+    the first trained token of its trajectory is assigned to no token, and is counted as it was sent, unless it is 0.
     """
     if tokens.mask is None:
         return rewards, 0
-    credited = rewards[tokens.mask]
-    others = np.flatnonzero(~tokens.mask & (rewards != 0))
+    credited, counts = rewards[tokens.mask], reward_counts(tokens.steps, kept)
+    others = np.flatnonzero(~tokens.mask & (counts > 0))
     if not others.size:
         return credited, 0
     before = np.searchsorted(tokens.places, others) - 1
     ends = tokens.edges[tokens.trajectory_bounds]
     after = before >= tokens.bounds[np.searchsorted(ends, others, side="right") - 1]
     np.add.at(credited, before[after], rewards[others[after]])
-    return credited, int((~after).sum())
+    return credited, int(counts[others[~after]].sum())
 
 
 def _first_outside(numbers: Float64s) -> int | None:

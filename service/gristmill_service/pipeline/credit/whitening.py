@@ -55,11 +55,12 @@ def whitened_with_counts(advantages: Float64s, counts: Float64s) -> Float64s:
     """Returns the advantages of trajectories, whitened over all tokens, of which `counts` have each.
 
     Mean and variance are those of `whitened` with each advantage repeated, and are applied also to advantages that no
-    token has. Without any token the result is 0. Sums are correctly rounded, so that the order of trajectories does not
-    matter. An advantage that float32 cannot hold is refused later: nothing is whitened then.
+    token has. With fewer than two tokens there is no variance, and the result is 0. Sums are correctly rounded, so that
+    the order of trajectories does not matter. An advantage that float32 cannot hold is refused later: nothing is
+    whitened then.
     """
     counted, total = advantages[counts > 0], counts.sum()
-    if not len(counted):
+    if total < 2:
         return np.zeros(len(advantages))
     if not (np.abs(advantages) <= FLOAT32_MAX).all():
         return advantages

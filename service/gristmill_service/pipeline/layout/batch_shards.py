@@ -191,7 +191,14 @@ class _ShardBuilder:
         if self._weights is not None:
             visits = slice(*scored.rows.edges[[mini_batch.start, mini_batch.kept_end]].tolist())
             weight = float(self._weights.take(visits).compact().values.sum(dtype=np.float64))
-        return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories, weight)
+        return Denominators(
+            mini_batch,
+            scored.loss_tokens,
+            scored.row_groups,
+            scored.rows.trajectories,
+            weight,
+            only_trained=self._config.loss_reduction_over == "trained",
+        )
 
     def _per_row_tensors(self) -> dict[int, PerRow]:
         """Returns every row's integers and flags; the padding row is at -1."""

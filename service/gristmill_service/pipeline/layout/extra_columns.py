@@ -30,7 +30,7 @@ from gristmill_service.pipeline.layout.columns import (
     safetensors_name,
 )
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
-from gristmill_service.pipeline.rows.joins import NONE
+from gristmill_service.pipeline.rows.joins import NONE, common_prefix
 from gristmill_service.pipeline.rows.merge import Rows
 
 Bools = NDArray[np.bool_]
@@ -163,44 +163,62 @@ class _Pieces(NamedTuple):
 
 def pieces_of(spec: ColumnSpec, extra: Extra, steps: Steps, rows: Rows) -> _Pieces:
     if spec.partial:
-        return _given_pieces(rows, starts_of(spec, steps), extra.values.lengths, is_first=spec.merge == "first")
+        return _given_pieces(steps, rows, starts_of(spec, steps), extra.values.lengths, is_first=spec.merge == "first")
     missing = extras.left_out_of(spec, extra, steps)
     return _first_pieces(rows, missing) if spec.merge == "first" else _last_pieces(rows, missing)
 
 
-def _given_pieces(rows: Rows, starts: Int64s, counts: Int64s, *, is_first: bool) -> _Pieces:
-    """Returns pieces in which each token has the value of the first, or last, step that gave one.
+def _given_pieces(steps: Steps, rows: Rows, starts: Int64s, counts: Int64s, *, is_first: bool) -> _Pieces:
+    """Returns pieces in which each token has the value of the first, or last, step of the row that gave one; else of
+    the first, or last, earlier step of the trajectory that gave one and begins with the row's tokens up to this one. An
+    engine omits what it has of a cached prefix, and in a fork another row has the step that gave it (vLLM #57966).
 
     starts, counts: int64 (steps,), each step's first token with a value, and how many have one.
     """
-    lows = starts[rows.steps]
+    lows, ends = starts.tolist(), (starts + counts).tolist()
     # A step's tokens after its end, of which a later step has others, are not the row's.
-    highs = np.minimum(lows + counts[rows.steps], rows.per_visit(rows.prompt_lengths) + rows.ends)
-    visits = list(zip(rows.steps.tolist(), lows.tolist(), highs.tolist(), strict=True))
-    edges, made = [0], list[tuple[int, int, int]]()
-    for row, length in enumerate(rows.lengths.tolist()):
-        path = visits[rows.edges[row] : rows.edges[row + 1]]
-        made += _covered(path if is_first else path[::-1], length)
+    highs = np.minimum((starts + counts)[rows.steps], rows.per_visit(rows.prompt_lengths) + rows.ends).tolist()
+    edges, made, order = [0], list[tuple[int, int, int]](), 1 if is_first else -1
+    for row, (length, last) in enumerate(zip(rows.lengths.tolist(), rows.last.tolist(), strict=True)):
+        visits = slice(rows.edges[row], rows.edges[row + 1])
+        path = rows.steps[visits].tolist()
+        own = [(step, lows[step], high) for step, high in zip(path, highs[visits], strict=True)]
+        pieces, gaps = _covered(own[::order], [(0, length)])
+        if gaps and len(path) <= steps.steps[last]:
+            others = sorted({*range(last - int(steps.steps[last]), last)}.difference(path))
+            more, gaps = _covered(
+                [(step, lows[step], ends[step]) for step in others[::order]], gaps, steps.tokens, last
+            )
+            pieces += more
+        made += sorted([*pieces, *((NONE, begin, end) for begin, end in gaps)], key=itemgetter(1))
         edges.append(len(made))
-    of_steps, begins, ends = np.array(made, np.int64).reshape(-1, 3).T
-    return _Pieces(np.array(edges), of_steps, begins, ends, starts)
+    of_steps, begins, upto = np.array(made, np.int64).reshape(-1, 3).T
+    return _Pieces(np.array(edges), of_steps, begins, upto, starts)
 
 
-def _covered(path: Sequence[tuple[int, int, int]], length: int) -> list[tuple[int, int, int]]:
-    """Returns a row's pieces (step, begin, end), in order: each token is of the first step of the path that gave it a
-    value, or of NONE. path: each step's range of values (step, begin, end)."""
-    gaps, pieces = [(0, length)], list[tuple[int, int, int]]()
-    for step, low, high in path:
+def _covered(
+    sources: Sequence[tuple[int, int, int]], gaps: list[tuple[int, int]], tokens: Ragged | None = None, last: int = NONE
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+    """Returns the pieces (step, begin, end) of the gaps that sources have values for, and the gaps that remain.
+
+    sources: each step's range of values (step, begin, end); the first that has a token gives its value. tokens, last:
+    values of a step count only for the tokens that it has in common with the step `last`; None: all do.
+    """
+    pieces = list[tuple[int, int, int]]()
+    for step, low, high in sources:
+        if not any(max(begin, low) < min(end, high) for begin, end in gaps):
+            continue
+        upto = high if tokens is None else min(high, common_prefix(tokens[step], tokens[last]))
         open_gaps = []
         for begin, end in gaps:
-            first, last = max(begin, low), min(end, high)
-            if first >= last:
+            first, after = max(begin, low), min(end, upto)
+            if first >= after:
                 open_gaps.append((begin, end))
                 continue
-            pieces.append((step, first, last))
-            open_gaps += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
+            pieces.append((step, first, after))
+            open_gaps += [gap for gap in ((begin, first), (after, end)) if gap[0] < gap[1]]
         gaps = open_gaps
-    return sorted([*pieces, *((NONE, begin, end) for begin, end in gaps)], key=itemgetter(1))
+    return pieces, gaps
 
 
 def _last_pieces(rows: Rows, missing: Int64s) -> _Pieces:

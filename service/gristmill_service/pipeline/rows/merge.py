@@ -294,7 +294,7 @@ def row_loss_tokens(rows: Rows, loss_mask: Ragged, unfiltered: NDArray[np.bool_]
 
 def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
     """Counts the tokens of each visit with loss_mask 1 that its row trains; int64 (visits,)."""
-    return _ones(rows.trained(loss_mask))
+    return ones(rows.trained(loss_mask))
 
 
 class KeptTokens(NamedTuple):
@@ -321,10 +321,10 @@ def realigned_tokens(rows: Rows, loss_mask: Ragged) -> tuple[int, int]:
     with loss_mask 1 among them. loss_mask: uint8 (steps,) over the response."""
     most = kept_tokens(rows, len(loss_mask)).most
     lost = Ragged(loss_mask.values, loss_mask.starts + most, loss_mask.lengths - most)
-    return lost.total, int(_ones(lost).sum())
+    return lost.total, int(ones(lost).sum())
 
 
-def _ones(masks: Ragged) -> Int64s:
+def ones(masks: Ragged) -> Int64s:
     """Counts the ones in each mask. masks: uint8 of 0 and 1."""
     if not masks.values.size or masks.values.min() == 1:
         # True of most batches: tokens that the policy did not sample are in prompts.

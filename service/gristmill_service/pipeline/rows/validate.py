@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill._wire.components import from_text
-from gristmill._wire.row_fields import TEXT_FIELDS
+from gristmill._wire.row_fields import MOST_COMPONENTS, TEXT_FIELDS
 from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
@@ -44,7 +44,7 @@ class Received:
 
     @property
     def components(self) -> list[dict[str, float]] | None:
-        """The components of each trajectory's reward, all with the same names; None if rows have none."""
+        """The components of each trajectory's reward, empty for one without; None if no trajectory has any."""
         texts = self.steps.reward_components
         if texts is None or not any(texts):
             return None
@@ -275,30 +275,47 @@ def check_rollout_logprobs(steps: Steps, config: RunConfig) -> None:
 
 
 def _check_components(steps: Steps, config: RunConfig) -> None:
-    names = None
+    names: tuple[str, ...] = ()
     # A lengths file has no components.
     for row in np.flatnonzero(steps.is_last_steps).tolist() if steps.tokens.values.size else ():
         names = checked_components(steps, row, names, config)
 
 
-def checked_components(steps: Steps, row: int, others: tuple[str, ...] | None, config: RunConfig) -> tuple[str, ...]:
-    """Returns the names in the `reward_components` of a last step.
+def checked_components(steps: Steps, row: int, known: tuple[str, ...], config: RunConfig) -> tuple[str, ...]:
+    """Returns the names of the components that trajectories of the run have, including those of a last step.
 
-    others: the names of the run's other trajectories; None for the first. Raises InvalidArgumentError naming the row if
-    the names differ from them, or from those with weights if the estimator reads components.
+    known: the names before it. Raises InvalidArgumentError naming the row if there are too many, or, if the estimator
+    reads components, if they are not the same as those of other trajectories and those with weights.
     """
     names = () if steps.reward_components is None else tuple(from_text(steps.reward_components[row]))
-    weights = tuple(sorted(config.component_weights)) if config.estimator.reads_components else ()
-    if config.estimator.reads_components and not names:
+    if config.estimator.reads_components:
+        _check_read_components(steps, row, names, known, config)
+        return names
+    new = [name for name in names if name not in known]
+    if len(known) + len(new) > MOST_COMPONENTS:
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: reward_components has {_listed(new)}, which would be more than the {MOST_COMPONENTS} "
+            f"names that a run may have ({_listed(known[:5])}, ...); use fewer"
+        )
+    return (*known, *new) if new else known
+
+
+def _check_read_components(
+    steps: Steps, row: int, names: tuple[str, ...], others: tuple[str, ...], config: RunConfig
+) -> None:
+    """Rejects a last step without the components that the estimator reads. others: the names in the `reward_components`
+    of the run's other trajectories, none before the first."""
+    weights = tuple(sorted(config.component_weights))
+    if not names:
         problem = f"is missing, and advantage_estimator: {config.advantage_estimator} reads it; send it"
     elif weights and names != weights:
         problem = f"has {_listed(names)}, and component_weights has {_listed(weights)}; set a weight for each (0: for "
         problem += "metrics alone), and send each"
-    elif others not in (None, names):
-        problem = f"has {_listed(names)}, and other trajectories of this run have {_listed(others or ())}; send the "
-        problem += "same names"
+    elif others not in ((), names):
+        problem = f"has {_listed(names)}, and other trajectories of this run have {_listed(others)}, which "
+        problem += f"advantage_estimator: {config.advantage_estimator} compares; send the same names"
     else:
-        return names
+        return
     raise InvalidArgumentError(f"{steps.name(row)}: reward_components {problem} with each trajectory's last step")
 
 

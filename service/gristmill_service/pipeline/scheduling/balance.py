@@ -99,16 +99,17 @@ def shared_loads(sharing: Sharing, flops: Flops | None) -> SharedLoads:
     return lambda rank: loads_of(sharing.shared(rank.rows, rank.bounds[:-1]), flops)
 
 
-def more_even(
-    balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...], loads: Loads, shared: SharedLoads | None = None
+def most_even(
+    plans: Sequence[tuple[RankPlan, ...]], loads: Loads, shared: SharedLoads | None = None
 ) -> tuple[RankPlan, ...]:
-    """Returns the plan with less waiting: `balanced`, unless `plain` happens to be more even.
+    """Returns the plan with the least waiting, the first of those that are equal but for rounding.
 
     loads: (rows,) of the batch. shared: the function of `shared_loads`.
     """
     padded = np.append(loads, 0.0)
-    times = [float(_micro_batch_loads(ranks, padded, shared).max(axis=0).sum()) for ranks in (balanced, plain)]
-    return plain if times[1] < times[0] * (1 - _ROUNDING) else balanced
+    times = [float(_micro_batch_loads(ranks, padded, shared).max(axis=0).sum()) for ranks in plans]
+    least = min(times)
+    return next(plan for plan, time in zip(plans, times, strict=True) if time * (1 - _ROUNDING) <= least)
 
 
 def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads, shared: SharedLoads | None = None) -> float:

@@ -24,7 +24,7 @@ from gristmill_service.pipeline.scheduling.balance import (
     balanced_by_tokens,
     dealt_in_rows,
     loads_of,
-    more_even,
+    most_even,
     shared_loads,
 )
 from gristmill_service.pipeline.scheduling.plan import PADDING, RankPlan
@@ -132,10 +132,10 @@ class WholeRows:
         """Returns the same rows in equally many micro-batches, from which `balanced` starts."""
         return [list(rows) for rows in micro_batches]
 
-    def balanced_by_rows(self, rows: Int64s, per_micro_batch: int, dp_size: int) -> tuple[Int64s, Int64s]:
-        """Returns the rank and micro-step of each of these rows, by load. All micro-batches except the last have
-        `per_micro_batch` rows."""
-        return balanced_by_rows(self._loads[rows], per_micro_batch, dp_size)
+    def balanced_by_rows(self, rows: Int64s, per_micro_batch: int, dp_size: int) -> Sequence[tuple[Int64s, Int64s]]:
+        """Returns placements of these rows by load, each as the rank and micro-step of every row. All micro-batches
+        except the last have `per_micro_batch` rows, and ranks differ by at most one row."""
+        return [balanced_by_rows(self._loads[rows], per_micro_batch, dp_size)]
 
     def balanced(self, micro_batches: MicroBatches, cap: int, dp_size: int) -> tuple[RankPlan, ...]:
         """Places the same rows by load in equally many micro-batches, under the cap."""
@@ -148,9 +148,9 @@ class WholeRows:
         rank, step = balanced_by_tokens(sizes, loads, packed, cap, dp_size)
         return _ranks(rows, rank, step, len(micro_batches), dp_size)
 
-    def more_even(self, balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...]) -> tuple[RankPlan, ...]:
-        """Returns the plan with less waiting: `balanced`, unless `plain` happens to be more even."""
-        return more_even(balanced, plain, self._loads, self._shared_loads)
+    def most_even(self, *plans: tuple[RankPlan, ...]) -> tuple[RankPlan, ...]:
+        """Returns the plan with the least waiting, the first of equals."""
+        return most_even(plans, self._loads, self._shared_loads)
 
     def _tokens_in(self, rows: Sequence[int]) -> int:
         return sum(map(self._tokens.__getitem__, rows))
@@ -196,13 +196,15 @@ class SharingRows(WholeRows):
         split = self.split_until([real] if real else [], len(micro_batches))
         return split + [[PADDING]] * (len(micro_batches) - len(split))
 
-    def balanced_by_rows(self, rows: Int64s, per_micro_batch: int, dp_size: int) -> tuple[Int64s, Int64s]:
+    def balanced_by_rows(self, rows: Int64s, per_micro_batch: int, dp_size: int) -> Sequence[tuple[Int64s, Int64s]]:
+        """Also returns a placement that keeps the order of rows, and so families together, which may be less even."""
         steps, short = divmod(len(rows), dp_size * per_micro_batch)
         full = steps * dp_size
         sizes = [*[per_micro_batch] * full, *((short + index) // dp_size for index in range(dp_size))]
         packed = np.repeat(np.arange(len(sizes)), sizes)
         loads = self._loads[rows] - loads_of(self._shared(rows, packed), self._flops)
-        return dealt_in_rows(packed, loads, full, dp_size)
+        in_order = dealt_in_rows(packed, loads, full, dp_size)
+        return [in_order, *super().balanced_by_rows(rows, per_micro_batch, dp_size)]
 
     def balanced(self, micro_batches: MicroBatches, cap: int, dp_size: int) -> tuple[RankPlan, ...]:
         """Keeps rows of a family together if they are in one micro-batch."""

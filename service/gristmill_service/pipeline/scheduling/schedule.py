@@ -237,7 +237,8 @@ def _by_size(rows: _Rows, batch: WholeRows, config: RunConfig) -> _Packing:
         padded = np.append(ordered, np.full(dp_size * count - kept, PADDING))
         plans = tuple(RankPlan(shard, bounds) for shard in padded.reshape(dp_size, count))
         if config.balance != "none":
-            plans = batch.more_even(_balanced_rows(ordered, batch, per_micro_batch, bounds, dp_size), plans)
+            placements = batch.balanced_by_rows(ordered, per_micro_batch, dp_size)
+            plans = batch.most_even(*(_placed(ordered, one, bounds, dp_size) for one in placements), plans)
         return tuple(_filled(plan, per_micro_batch) for plan in plans) if config.micro_batch.full else plans
 
     return _Packing(rows, counts % multiple == 0, ranks)
@@ -250,11 +251,10 @@ def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
     return RankPlan(np.append(rank.rows, np.full(missing, PADDING)), bounds)
 
 
-def _balanced_rows(
-    ordered: Int64s, batch: WholeRows, per_micro_batch: int, bounds: Int64s, dp_size: int
-) -> tuple[RankPlan, ...]:
-    """Places the rows by load, and padding evenly. ordered: the mini-batch's rows. bounds: the bounds of every rank."""
-    rank, step = batch.balanced_by_rows(ordered, per_micro_batch, dp_size)
+def _placed(ordered: Int64s, placement: tuple[Int64s, Int64s], bounds: Int64s, dp_size: int) -> tuple[RankPlan, ...]:
+    """Places the rows, and padding after those of each rank. ordered: the mini-batch's rows. placement: the rank and
+    micro-step of each. bounds: the bounds of every rank."""
+    rank, step = placement
     rows = np.full((dp_size, bounds[-1]), PADDING, dtype=np.int64)
     real = np.bincount(rank, minlength=dp_size)  # rows of each rank, before padding
     rows[np.arange(bounds[-1]) < real[:, None]] = ordered[np.lexsort((step, rank))]
@@ -290,7 +290,7 @@ def _by_count(rows: _Rows, batch: WholeRows, count: int, config: RunConfig) -> _
         micro_batches = [cut.tolist() or [PADDING] for chunk in chunks for cut in np.array_split(chunk, count)]
         plans = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
         if config.balance != "none":
-            plans = batch.more_even(batch.balanced(batch.rearranged(micro_batches), _NO_CAP, dp_size), plans)
+            plans = batch.most_even(batch.balanced(batch.rearranged(micro_batches), _NO_CAP, dp_size), plans)
         return plans
 
     return _Packing(rows, np.ones(len(rows.ends), np.bool_), ranks)

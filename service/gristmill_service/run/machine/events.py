@@ -113,14 +113,14 @@ class SetReward(NamedTuple):
 class RowSchema:
     """The optional columns of a run, which every row has or none. None: not determined yet, or not applicable.
 
-    components: the names in the `reward_components` of every last step; empty if these have none.
+    components: the names in the `reward_components` of any last step so far.
     agents, partitions: those of any row so far.
     """
 
     logprobs: bool | None = None
     token_rewards: bool | None = None
     token_advantages: bool | None = None
-    components: tuple[str, ...] | None = None
+    components: tuple[str, ...] = ()
     agents: tuple[str, ...] = ()
     partitions: tuple[str, ...] = ()
 
