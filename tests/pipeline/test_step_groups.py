@@ -73,8 +73,10 @@ def test_visits_of_one_state_by_a_trajectory_that_is_alone_are_compared_with_eac
 ) -> None:
     """Returns 5 and 4 in the same state. The trajectory itself has a baseline only in runs of one sample."""
     rows = keyed(rows_of([1.0, 4.0]), "hall", "hall")
-    rule = {"key": "step_key", "n_samples_per_prompt": samples}
-    assert advantages(rows, **rule, **RAW) == [of_trajectory + 0.5, of_trajectory - 0.5]
+    assert advantages(rows, key="step_key", n_samples_per_prompt=samples, **RAW) == [
+        of_trajectory + 0.5,
+        of_trajectory - 0.5,
+    ]
 
 
 def test_a_step_that_no_other_trajectory_has_gets_its_trajectorys_alone() -> None:
