@@ -382,3 +382,46 @@ def test_in_a_cluster_nothing_that_a_replica_confirmed_is_lost(tmp_path: Path, j
         assert writer.reported == 0
         assert set(acknowledged) <= set(records(cluster.node_of(log_key)))
         assert writer.lost_tables() == set()
+
+
+def test_in_a_cluster_a_node_without_keys_of_the_service_neither_fails_over_unseen_nor_stops_the_other_nodes(
+    tmp_path: Path, join: Join
+) -> None:
+    cluster = RedisCluster(tmp_path, with_replicas=True, arguments=["cluster-require-full-coverage no"])
+    with cluster:
+        used = {cluster.node_of(f"{PREFIX}:{name}".encode()).port for name in ("runs", "probe")}
+        keys = [f"{{{PREFIX}:run-{number}}}:log".encode() for number in range(100)]
+        ours = next(number for number, key in enumerate(keys) if cluster.node_of(key).port in used)
+        spare = next(key for key in keys if cluster.node_of(key).port not in used)
+        url = f"redis+cluster://{','.join(node.address for node in cluster.nodes)}"
+        store = join(url, Durability(replicas=1))
+        log = store.create(f"run-{ours}", b"{}")
+        log.replay()
+        dead = cluster.kill_node_of(spare)
+        dead.start()
+        cluster.wait_for_replicas()
+
+        def accepts() -> bool:
+            with suppress(UnavailableError):
+                log.check()
+                return True
+            return False
+
+        # Reasons from before the replica was back may last for one check.
+        time.sleep(2)
+        wait_until(accepts, "the owner asks the new primary", 10)
+        log.append(b"one", {})
+        # Now the whole shard fails.
+        node = cluster.node_of(spare)
+        for half in (dead, node):
+            half.kill()
+        wait_until(lambda: store._health._silent != "", "it is seen", 10)
+        wait_until(accepts, "the other nodes are served", 10)
+        log.append(b"two", {})
+        assert (store.unhealthy_reason(), store.unreachable_reason()) == ("", "")
+        log.close()
+        with closing(connect(RedisAddress(url=url))) as client:
+            (warning,) = [line for line in check_server(client, SERVER_ALONE) if "does not answer" in line]
+            assert str(node.port) in warning
+        again = join(url, Durability(replicas=1))
+        assert list(again.open(f"run-{ours}").replay().records) == [b"one", b"two"]

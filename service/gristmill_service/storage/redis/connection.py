@@ -106,6 +106,7 @@ SOCKET_TIMEOUT_S = 5.0
 """The timeout of one read, and of one complete write. Commands must have at most some MiB, and block for less."""
 SENTINEL_TIMEOUT_S = 1.0
 
+_CONNECT_RETRIES = 3
 # More than the number of the service's threads, so that no thread waits for a connection.
 _MAX_CONNECTIONS = 1024
 # A connection that was idle for longer is checked with PING before the next command.
@@ -325,13 +326,16 @@ def watched_master(client: Client) -> tuple[str, int] | None:
 
 
 def _connect_cluster(target: _Target, options: dict[str, Any]) -> redis.RedisCluster:
-    return redis.RedisCluster(
+    client = redis.RedisCluster(
         startup_nodes=[cast(Any, ClusterNode)(host, port) for host, port in target.nodes],
-        retry=_once(),
+        # The constructor sends a command to one primary, which may be down while the others are served.
+        retry=Retry(NoBackoff(), _CONNECT_RETRIES),
         # Each redirect reloads the slot map.
         reinitialize_steps=1,
         **options,
     )
+    client.set_retry(_once())
+    return client
 
 
 def is_full(error: BaseException | None) -> bool:

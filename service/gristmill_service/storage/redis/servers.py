@@ -4,8 +4,9 @@ configuration could lose confirmed writes."""
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import redis
@@ -13,7 +14,7 @@ import structlog
 from redis import exceptions
 
 from gristmill.errors import FailedPreconditionError, GristmillError, UnavailableError
-from gristmill_service.storage.redis.connection import Client, described, translated
+from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, described, translated
 from gristmill_service.storage.redis.scripts import Durability
 
 _log = structlog.get_logger(__name__)
@@ -25,6 +26,8 @@ _FULLEST = 0.9
 # Redis' default. The rows and shards of one batch are often larger.
 _DEFAULT_REPLICA_BUFFER = 256 << 20
 _SILENT = (redis.ConnectionError, redis.TimeoutError)
+# A reload of a cluster's slot map closes idle connections of one node.
+_RELOAD_S = 2.0
 
 
 class Health:
@@ -37,7 +40,8 @@ class Health:
     def __init__(self, client: Client, prefix: str, durability: Durability) -> None:
         self._client, self._probe, self._durability = client, f"{prefix}:probe", durability
         self.unhealthy_reason = self.unreachable_reason = self._no_room = self._too_few = ""
-        self.memory = 0, 0
+        self._silent = ""
+        self.memory, self._reload_at = (0, 0), 0.0
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -63,33 +67,67 @@ class Health:
 
     def refresh(self) -> None:
         """Checks the servers. Called about twice a second; never raises."""
-        try:
-            with translated(self._client):
-                self._client.ping()
-            self.unreachable_reason = ""
-        except GristmillError as error:
-            self.unreachable_reason = str(error)
-            self._report(self.unreachable_reason)
+        infos, silent = self._look()
+        if self._is_map_old(infos, silent):
+            infos, silent = self._look()
+        if not infos:
+            self.unreachable_reason = silent
+            self._report(silent)
             return
+        self.unreachable_reason = ""
+        # Runs on the other nodes of a cluster continue.
+        self._silent = _log_change("redis node", self._silent, silent)
+        self.memory = max(map(_memory, infos), key=lambda memory: memory[0] / (memory[1] or 1e18))
+        self._no_room = _fullness(*self.memory)
+        if self._durability.replicas:
+            self._too_few = _too_few(min(map(_replicas, infos)), self._durability.replicas)
+        self._report(self._too_few or self._no_room or self._try_writing())
+
+    def _look(self) -> tuple[list[dict[str, Any]], str]:
+        """Returns the information of each server that answers, and why one does not answer."""
+        infos, silent = list[dict[str, Any]](), ""
+        for _, server in _servers(self._client):
+            try:
+                with translated(self._client):
+                    server.ping()
+                    infos.append(_info(server))
+            except GristmillError as error:
+                silent = str(error)
+        return infos, silent
+
+    def _is_map_old(self, infos: list[dict[str, Any]], silent: str) -> bool:
+        """Reloads the slot map of a cluster if it may name a former primary, which no command shows if its node has no
+        keys of this service. Returns whether it was reloaded."""
+        is_current = not silent and all(
+            about.get("role") != "slave" and _replicas(about) >= self._durability.replicas for about in infos
+        )
+        if is_current or not isinstance(self._client, redis.RedisCluster) or time.monotonic() < self._reload_at:
+            return False
+        self._reload_at = time.monotonic() + _RELOAD_S
+        with suppress(*REDIS_ERRORS):
+            cast(Any, self._client).nodes_manager.initialize()
+        return True
+
+    def _try_writing(self) -> str:
+        """Returns why Redis rejects writes, as a full server or a replica does; empty if it accepts them."""
         try:
             with translated(self._client):
-                # A full server, or a replica, rejects only writes.
                 self._client.set(self._probe, b"", px=1000)
-                infos = [_info(server) for _, server in _servers(self._client)]
-            self.memory = max(map(_memory, infos), key=lambda memory: memory[0] / (memory[1] or 1e18))
-            self._no_room = _fullness(*self.memory)
-            if self._durability.replicas:
-                self._too_few = _too_few(min(map(_replicas, infos)), self._durability.replicas)
-            self._report(self._too_few or self._no_room)
         except GristmillError as error:
-            self._report(str(error))
+            return str(error)
+        return ""
 
     def _report(self, reason: str) -> None:
-        before, self.unhealthy_reason = self.unhealthy_reason, reason
-        if reason and not before:
-            _log.warning("redis unhealthy", reason=reason)
-        elif before and not reason:
-            _log.info("redis recovered")
+        self.unhealthy_reason = _log_change("redis", self.unhealthy_reason, reason)
+
+
+def _log_change(what: str, before: str, reason: str) -> str:
+    """Logs that something became unhealthy or recovered. Returns the reason."""
+    if reason and not before:
+        _log.warning(f"{what} unhealthy", reason=reason)
+    elif before and not reason:
+        _log.info(f"{what} recovered")
+    return reason
 
 
 def _memory(about: dict[str, Any]) -> tuple[int, int]:
@@ -130,15 +168,24 @@ def check_server(client: Client, durability: Durability, *, is_thorough: bool = 
     """Returns warnings about visible settings of the servers that may lose state.
 
     is_thorough: whether to include settings that matter only if memory is short, or in a failover. Raises
-    FailedPreconditionError for a server that is too old, or that cannot provide the `durability`.
+    FailedPreconditionError for a server that is too old, or that cannot provide the `durability`, and UnavailableError
+    if no server answers.
     """
-    findings: dict[str, list[str]] = {}
+    findings, servers, is_cluster = dict[str, list[str]](), _servers(client), isinstance(client, redis.RedisCluster)
+    silent = list[str]()
     with translated(client):
-        for name, server in _servers(client):
-            about = _info(server)
+        for name, server in servers:
+            try:
+                about = _info(server)
+            except _SILENT as error:
+                silent.append(name)
+                if len(silent) == len(servers):
+                    raise
+                findings.setdefault(f"it does not answer, so runs on it wait: {error}", []).append(name)
+                continue
             warnings = [*_check(name, server, about, durability)]
             if is_thorough:
-                warnings += _check_limits(server, about, isinstance(client, redis.RedisCluster))
+                warnings += _check_limits(server, about, is_cluster)
             for warning in warnings:
                 findings.setdefault(warning, []).append(name)
     return [f"Redis at {', '.join(names)}: {finding}" for finding, names in findings.items()]
