@@ -33,6 +33,7 @@ from gristmill_service.settings import Settings, split_address
 from gristmill_service.storage.backends import Storage, open_storage
 
 _log = structlog.get_logger(__name__)
+_NAMED_RUNS = 20
 
 
 class Service:
@@ -95,6 +96,7 @@ class Service:
             gate,
             [*settings.http_host_names.split(","), urlsplit(settings.advertise_http_url or "").hostname or ""],
             token_texts=None if settings.tokenizer is None else TokenTexts(settings.tokenizer),
+            run_store=settings.run_place,
         )
         await self._listen(certificates)
 
@@ -126,6 +128,8 @@ class Service:
         """Refuses new calls, finishes sealed batches, answers waiting calls, and closes everything, within the grace
         period."""
         _log.info("shutting down", waiting=self.long_poll.count)
+        if self._settings.run_store == "memory" and (names := [run.name for run in self.runs.own()]):
+            _log.warning("runs lost, as they are only in memory; journal_dir keeps runs", runs=names[:_NAMED_RUNS])
         await self._opened.aclose()
         _log.info("closed")
 

@@ -303,6 +303,11 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def run_place(self) -> str:
+        """Where runs are stored: memory, journal and its directory, or redis."""
+        return f"{self.run_store} {self.journal_dir}" if self.run_store == "journal" else self.run_store
+
+    @property
     def store_directories(self) -> dict[str, Path]:
         """The directories of the run store and the shard store, by their settings' names."""
         directories = {"journal": self.journal_dir}

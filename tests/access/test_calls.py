@@ -6,6 +6,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +22,12 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import PermissionDeniedError, StaleIncarnationError, UnauthenticatedError
 from gristmill.v1 import rollout_pb2, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.access.roles import CALLS, OPEN_CALLS, ROLES
+from gristmill_service.access.tokens import create_token
 from gristmill_service.api.http import page, rollouts, runs, trainers
+from gristmill_service.settings import Settings
 from tests.access.conftest import Guarded
+from tests.on_loop import Service
+from tests.serving import FREE_PORTS
 
 METHODS: list[MethodDescriptor] = [
     method
@@ -109,6 +114,22 @@ def test_probes_need_no_token_and_the_description_does(guarded: Guarded, path: s
     assert answer(guarded, "GET", path, None).status_code == (200 if is_open else 401)
     assert answer(guarded, "GET", path, guarded.tokens["viewer"]).status_code == 200
     assert answer(guarded, "GET", path, guarded.tokens["scraper"]).status_code == (200 if is_open else 403)
+
+
+def test_only_callers_with_a_token_learn_in_which_directory_runs_are(tmp_path: Path) -> None:
+    token = create_token(tmp_path / "tokens.yaml", "viewer", ["viewer"], ["*"], None)
+    files: dict[str, Any] = {"journal_dir": tmp_path / "journal", "tokens_file": tmp_path / "tokens.yaml"}
+    settings = Settings(**FREE_PORTS, **files, store="memory")
+    service = Service(settings)
+    service.start()
+    try:
+        with grpc.insecure_channel(service.grpc_address) as channel:
+            ask = run_pb2_grpc.RunServiceStub(channel).GetHealth  # type: ignore[no-untyped-call]
+            shown = {"authorization": f"Bearer {token}"}.items()
+            assert ask(run_pb2.GetHealthRequest()).run_store == "journal"
+            assert ask(run_pb2.GetHealthRequest(), metadata=[*shown]).run_store == f"journal {tmp_path / 'journal'}"
+    finally:
+        service.stop()
 
 
 def test_metrics_are_for_scrapers(guarded: Guarded) -> None:

@@ -451,4 +451,8 @@ def _place(position: run_pb2.Position) -> Json:
 
 
 def _progress(progress: run_pb2.ModelProgress) -> Json:
-    return {"committed": _place(progress.committed), "incarnation": progress.incarnation}
+    return {
+        "committed": _place(progress.committed),
+        "incarnation": progress.incarnation,
+        "resumes": progress.resumes,
+    }

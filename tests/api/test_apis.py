@@ -101,6 +101,7 @@ def test_resuming_rewinds_all_ranks_and_refuses_the_old_incarnation(api: Api, ru
     resumed = api.resume(run, "second launch", FIRST)
     assert resumed == api.resume(run, "second launch", FIRST)
     assert (resumed["position"], api.shard(run, 0)["position"]) == (FIRST, FIRST)
+    assert api.get(run)["models"][0]["resumes"] == 2
     with pytest.raises(Refused) as refused:
         api.acknowledge(run, 0, FIRST, incarnation=old)
     assert (refused.value.code, refused.value.kind) == ("FAILED_PRECONDITION", "StaleIncarnationError")
@@ -229,7 +230,13 @@ def test_a_run_s_status_names_its_configuration(api: Api, run: str) -> None:
     assert status["run"] == run
     assert status["config"].items() >= {"train_batch_size": 2, "merge": "prefix"}.items()
     assert status["models"] == [
-        {"model": "policy", "committed": FIRST, "incarnation": status["models"][0]["incarnation"], "next": [FIRST] * 2}
+        {
+            "model": "policy",
+            "committed": FIRST,
+            "incarnation": status["models"][0]["incarnation"],
+            "next": [FIRST] * 2,
+            "resumes": 0,
+        }
     ]
 
 

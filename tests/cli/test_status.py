@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +45,16 @@ def test_one_run_is_shown_whole(service: Service, run_name: str) -> None:
         client.abort_group("c", reason="no_answer")
     done = gristmill("status", run_name, "--address", service.grpc_address)
     assert done.returncode == 0
-    for words in ("1 sealed, 1 published, 1 freed", "1 no_answer", "4 accepted", "2 ranks", "batch 1 mini-batch 0"):
+    for words in (
+        "1 sealed, 1 published, 1 freed",
+        "1 no_answer",
+        "4 accepted",
+        "resumed 0 times",
+        "2 ranks",
+        "batch 1 mini-batch 0",
+        "its runs are only in memory",
+        time.strftime(", since %Y-"),
+    ):
         assert words in done.stdout
 
 
@@ -52,7 +62,9 @@ def test_programs_get_one_object_with_the_names_of_the_contract(service: Service
     create(service.grpc_address, run_name)
     document = json.loads(gristmill("status", run_name, "--json", "--address", service.grpc_address).stdout)
     [run] = document["runs"]
-    assert [one["problem"] for one in document["replicas"]] == [""]
+    [replica] = document["replicas"]
+    assert (replica["problem"], replica["run_store"]) == ("", "memory")
+    assert 0 < replica["started"] <= time.time()
     assert (run["run"], run["batches_sealed"], run["health"]["state"]) == (run_name, 0, "idle")
     assert [len(model["next"]) for model in run["models"]] == [2]
     assert run["config"]["train_batch_size"] == 2

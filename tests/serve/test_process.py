@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import gristmill
+from gristmill_service.cli.serve import ready_line
 from gristmill_service.settings import Settings
 from tests.api.apis import CONFIG, Api, GrpcApi, HttpApi, Refused, group, row
 from tests.serving import ServiceProcess, StartService
@@ -180,6 +181,15 @@ def test_every_setting_has_a_flag_that_says_what_it_is_for() -> None:
 def test_the_command_prints_its_version() -> None:
     done = subprocess.run([COMMAND[0], "--version"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"gristmill {gristmill.__version__}\n"
+
+
+def test_a_service_without_a_journal_says_at_its_start_what_ends_with_it(tmp_path: Path) -> None:
+    lost = "its runs are only in memory, and end with it (--journal-dir keeps them)"
+    in_memory, with_journal = (
+        Settings.model_validate({"store": "memory", "journal_dir": place}) for place in (None, tmp_path)
+    )
+    assert ready_line("a:1", "http://a:2", in_memory).endswith(lost)
+    assert ready_line("a:1", "http://a:2", with_journal).endswith("http://a:2/docs")
 
 
 def test_settings_come_from_the_environment_too() -> None:

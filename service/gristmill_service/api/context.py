@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,8 @@ class ApiContext:
 
     host_names: patterns of host names of the HTTP API. not_ready: why the service accepts no new work; empty if ready.
     encode_groups: encodes lists of groups in parts, because encoding is slow in Python. grpc_address: the address of
-    this process. token_texts: the texts of tokens; None without a tokenizer.
+    this process. token_texts: the texts of tokens; None without a tokenizer. started: when this process started, in
+    seconds since 1970. run_store: see `Settings.run_place`.
     """
 
     runs: Runs
@@ -35,6 +37,8 @@ class ApiContext:
     not_ready: str = "starting"
     grpc_address: str = ""
     token_texts: TokenTexts | None = None
+    started: float = field(default_factory=time.time)
+    run_store: str = ""
 
     def unhealthy_reason(self) -> str:
         """Returns why the service is not ready; empty if it is."""

@@ -92,7 +92,7 @@ async def _serve(settings: Settings) -> int:
     try:
         with _announced(service, settings.announce):
             spare_what_is_there()
-            print(_ready_line(service), flush=True)
+            print(ready_line(service.grpc_address, service.http_url, settings), flush=True)
             await stop_asked.wait()
     except OSError as error:
         print(
@@ -132,9 +132,11 @@ async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | N
         await waiting.close()
 
 
-def _ready_line(service: Service) -> str:
-    url = service.http_url
-    return f"gristmill is ready: gRPC {service.grpc_address}, HTTP {url}; its page: {url}/, its API: {url}/docs"
+def ready_line(grpc_address: str, url: str, settings: Settings) -> str:
+    """Returns what is printed when the service answers."""
+    line = f"gristmill is ready: gRPC {grpc_address}, HTTP {url}; its page: {url}/, its API: {url}/docs"
+    lost = "; its runs are only in memory, and end with it (--journal-dir keeps them)"
+    return line + lost if settings.run_store == "memory" else line
 
 
 def _stop_asked() -> asyncio.Event:

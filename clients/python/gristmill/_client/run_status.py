@@ -22,13 +22,15 @@ _SAME = (
 class ModelProgress:
     """The progress of one model's training.
 
-    committed: the commit position; batches before it are freed after all ranks acknowledged them. incarnation: grows by
-    one with each resume. next: the next position that each rank will acknowledge.
+    committed: the commit position; batches before it are freed after all ranks acknowledged them. incarnation: grows
+    with each resume, from a number that depends on the run. next: the next position that each rank will acknowledge.
+    resumes: how often a trainer resumed all ranks from a checkpoint.
     """
 
     committed: Position
     incarnation: int
     next: tuple[Position, ...]
+    resumes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,10 @@ def status_of(message: run_pb2.RunStatus) -> RunStatus:
 def _progress(progress: run_pb2.ModelProgress, message: run_pb2.RunStatus) -> ModelProgress:
     ranks = sorted((rank for rank in message.ranks if rank.model == progress.model), key=lambda rank: rank.rank)
     return ModelProgress(
-        Position.of(progress.committed), progress.incarnation, tuple(Position.of(rank.next) for rank in ranks)
+        Position.of(progress.committed),
+        progress.incarnation,
+        tuple(Position.of(rank.next) for rank in ranks),
+        progress.resumes,
     )
 
 

@@ -200,9 +200,12 @@ class ModelProgress(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     COMMITTED_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    RESUMES_FIELD_NUMBER: builtins.int
     model: global___Model.ValueType
     incarnation: builtins.int
-    """Grows by one with each resume."""
+    """Grows with each resume, from a number that depends on the run."""
+    resumes: builtins.int
+    """How often a trainer resumed all ranks from a checkpoint."""
     @property
     def committed(self) -> global___Position:
         """Batches before this are freed once all ranks are past them."""
@@ -213,9 +216,10 @@ class ModelProgress(google.protobuf.message.Message):
         model: global___Model.ValueType = ...,
         committed: global___Position | None = ...,
         incarnation: builtins.int = ...,
+        resumes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "incarnation", b"incarnation", "model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "incarnation", b"incarnation", "model", b"model", "resumes", b"resumes"]) -> None: ...
 
 global___ModelProgress = ModelProgress
 
@@ -480,17 +484,25 @@ class GetHealthResponse(google.protobuf.message.Message):
 
     NOT_READY_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    STARTED_FIELD_NUMBER: builtins.int
+    RUN_STORE_FIELD_NUMBER: builtins.int
     not_ready: builtins.str
     """Why new work should go elsewhere or come later, as in /readyz; empty while the replica is ready."""
     version: builtins.str
     """Of the service."""
+    started: builtins.float
+    """When this replica started, in seconds since 1970."""
+    run_store: builtins.str
+    """Where it stores runs: memory (they end with it), journal and its directory, or redis. Without a token only the word."""
     def __init__(
         self,
         *,
         not_ready: builtins.str = ...,
         version: builtins.str = ...,
+        started: builtins.float = ...,
+        run_store: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["not_ready", b"not_ready", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_ready", b"not_ready", "run_store", b"run_store", "started", b"started", "version", b"version"]) -> None: ...
 
 global___GetHealthResponse = GetHealthResponse
 

@@ -325,6 +325,7 @@ class ModelStatus(BaseModel):
     committed: Place
     incarnation: int
     next: list[Place] = Field(description="The next position to acknowledge, per rank.")
+    resumes: int = Field(description="How often a trainer resumed all ranks from a checkpoint.")
 
 
 class RunState(BaseModel):

@@ -105,4 +105,5 @@ def _model(progress: ModelProgress) -> models.ModelStatus:
         committed=models.Place.of(progress.committed),
         incarnation=progress.incarnation,
         next=[models.Place.of(position) for position in progress.next],
+        resumes=progress.resumes,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, fields
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
 
@@ -122,7 +122,11 @@ async def get_run(api: ApiContext, slot: Slot, request: run_pb2.GetRunRequest) -
 
 
 async def get_health(api: ApiContext, slot: Slot, request: run_pb2.GetHealthRequest) -> run_pb2.GetHealthResponse:
-    return run_pb2.GetHealthResponse(not_ready=api.unhealthy_reason(), version=gristmill.__version__)
+    # This call needs no token, so only callers with one get the directory.
+    run_store = api.run_store.partition(" ")[0] if caller.current() is caller.ANYONE else api.run_store
+    return run_pb2.GetHealthResponse(
+        not_ready=api.unhealthy_reason(), version=gristmill.__version__, started=api.started, run_store=run_store
+    )
 
 
 async def list_runs(api: ApiContext, slot: Slot, request: run_pb2.ListRunsRequest) -> run_pb2.ListRunsResponse:
@@ -426,12 +430,8 @@ def _groups(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
 
 
 def _status(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
-    same = ("run", "config_json", "resolved_config_json", "policy_version", "finished")
-    groups = ("groups_open", "groups_complete", "groups_room")
-    counts = ("batches_sealed", "batches_published", "batches_freed", "row_bytes", "shard_bytes")
-    rows = ("rows_accepted", "rows_duplicate", "groups_dropped", "failed_batches", "run_id", "generation")
     return run_pb2.RunStatus(
-        **{name: getattr(status, name) for name in (*same, *groups, *counts, *rows)},
+        **{one.name: getattr(status, one.name) for one in fields(status) if one.name not in ("models", "tags")},
         ranks=[
             run_pb2.RankProgress(model=_MODEL_NUMBERS[progress.model], rank=rank, next=_position_message(position))
             for progress in status.models
@@ -442,6 +442,7 @@ def _status(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
                 model=_MODEL_NUMBERS[progress.model],
                 committed=_position_message(progress.committed),
                 incarnation=progress.incarnation,
+                resumes=progress.resumes,
             )
             for progress in status.models
         ],

@@ -4,6 +4,7 @@ run, and JSON values for programs, with the names of the API."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -64,7 +65,14 @@ def details(snapshot: Snapshot) -> RenderableType:
 
 def snapshot_document(snapshot: Snapshot) -> Json:
     replicas = [
-        {"address": one.address, "reached": one.is_reached, "problem": one.problem, "version": one.version}
+        {
+            "address": one.address,
+            "reached": one.is_reached,
+            "problem": one.problem,
+            "version": one.version,
+            "started": one.started,
+            "run_store": one.run_store,
+        }
         for one in snapshot.replicas
     ]
     return {"replicas": replicas, "runs": [_run_document(run) for run in snapshot.runs]}
@@ -95,8 +103,17 @@ def _replicas(replicas: Iterable[Replica]) -> Text:
         version = f" ({replica.version})" if replica.version else ""
         word = "not ready: " if replica.is_reached else ""
         state = (f"{word}{replica.problem}", "bold red") if replica.problem else ("ready", "green")
-        lines.append(Text.assemble(f"gristmill{version} at {replica.address}: ", state))
+        lines.append(Text.assemble(f"gristmill{version} at {replica.address}: ", state, _lifetime(replica)))
     return Text("\n").join([*lines, Text()])
+
+
+def _lifetime(replica: Replica) -> str:
+    """Returns since when the replica runs, and where its runs are."""
+    if not replica.started:
+        return ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(replica.started))
+    place = "only in memory" if replica.run_store == "memory" else f"in {printable(replica.run_store)}"
+    return f", since {since}; its runs are {place}"
 
 
 def _state(run: Run) -> Text:
@@ -148,7 +165,8 @@ def _models(status: run_pb2.RunStatus) -> Iterable[Text]:
     for model in status.models:
         ranks = [rank for rank in status.ranks if rank.model == model.model]
         at, size = place(model.committed), counted(len(ranks), "rank")
-        progress = f"committed before {at}, incarnation {model.incarnation}, {size}"
+        resumed = f"resumed {counted(model.resumes, 'time')}, incarnation {model.incarnation}"
+        progress = f"committed before {at}, {resumed}, {size}"
         # The other ranks wait for the slowest rank; if there are several, the first is shown.
         behind = min(ranks, key=lambda rank: order(rank.next), default=None)
         last = "" if behind is None else f"; the slowest, rank {behind.rank}, is at {place(behind.next)}"
@@ -193,5 +211,6 @@ def _model_document(status: run_pb2.RunStatus, model: run_pb2.ModelProgress) -> 
         "model": model_name(model.model),
         "committed": place_document(model.committed),
         "incarnation": model.incarnation,
+        "resumes": model.resumes,
         "next": [position for _, position in ranks],
     }

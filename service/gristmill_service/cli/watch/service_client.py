@@ -24,12 +24,15 @@ _NEEDS_PERSON = ("unreachable", "stuck", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica. problem: why it accepts no new work or does not answer; empty if it is ready."""
+    """A replica. problem: why it accepts no new work or does not answer; empty if it is ready. started: when it
+    started, in seconds since 1970; 0 if it does not answer. run_store: where it stores runs."""
 
     address: str
     is_reached: bool
     problem: str = ""
     version: str = ""
+    started: float = 0.0
+    run_store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ def _read_replica(address: str, transport: Transport) -> Replica:
             # The replica runs an older version, during a rolling upgrade.
             return Replica(address, True)
         raise
-    return Replica(address, True, answer.not_ready, answer.version)
+    return Replica(address, True, answer.not_ready, answer.version, answer.started, answer.run_store)
 
 
 @contextmanager

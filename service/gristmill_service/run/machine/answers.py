@@ -163,6 +163,8 @@ class ModelProgress:
     incarnation: int
     next: Sequence[Position]
     """Each rank's next position to acknowledge."""
+    resumes: int
+    """How often a trainer resumed all ranks from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

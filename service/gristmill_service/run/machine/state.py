@@ -84,6 +84,11 @@ class ModelState:
     def latest(self) -> int:
         return max([self.incarnation, *self.began.values()])
 
+    @property
+    def resumes(self) -> int:
+        """The number of launches that resumed. A change of `dp_size` by the other model's trainer has no launch."""
+        return len(self.superseded | {self.launch}) - 1
+
     def has_trainer(self, incarnation: int) -> bool:
         """Returns whether at least one rank trains under this incarnation."""
         has_resumed = incarnation == self.incarnation and len(self.began) < len(self.next)

@@ -47,6 +47,7 @@ def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int,
                 own.committed,
                 own.incarnation,
                 [progress.settle(state, model, position) for position in own.next],
+                own.resumes,
             )
             for model, own in state.models.items()
         ],
