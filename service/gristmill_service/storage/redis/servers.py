@@ -76,7 +76,7 @@ class Health:
             return
         self.unreachable_reason = ""
         # Runs on the other nodes of a cluster continue.
-        self._silent = _log_change("redis node", self._silent, silent)
+        self._silent = _log_change(self._silent, silent, "redis node unhealthy", "redis node recovered")
         self.memory = max(map(_memory, infos), key=lambda memory: memory[0] / (memory[1] or 1e18))
         self._no_room = _fullness(*self.memory)
         if self._durability.replicas:
@@ -118,15 +118,15 @@ class Health:
         return ""
 
     def _report(self, reason: str) -> None:
-        self.unhealthy_reason = _log_change("redis", self.unhealthy_reason, reason)
+        self.unhealthy_reason = _log_change(self.unhealthy_reason, reason, "redis unhealthy", "redis recovered")
 
 
-def _log_change(what: str, before: str, reason: str) -> str:
+def _log_change(before: str, reason: str, unhealthy: str, recovered: str) -> str:
     """Logs that something became unhealthy or recovered. Returns the reason."""
     if reason and not before:
-        _log.warning(f"{what} unhealthy", reason=reason)
+        _log.warning(unhealthy, reason=reason)
     elif before and not reason:
-        _log.info(f"{what} recovered")
+        _log.info(recovered)
     return reason
 
 
