@@ -20,6 +20,7 @@ from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.tokens import create_token
 from gristmill_service.settings import load_settings
 from tests.access.conftest import Files, Serve
+from tests.client.faces import FACES, connecting
 from tests.on_loop import Service
 from tests.redis.servers import RedisServer
 from tests.serving import StartService
@@ -65,10 +66,10 @@ def _acknowledged(batch: Batch) -> Iterator[Shard]:
 def test_a_client_that_does_not_know_the_authority_is_not_connected(serve: Serve, files: Files) -> None:
     cert, key = files.certify("server")
     service = serve(tls_cert_file=cert, tls_key_file=key)
-    for credentials in (Credentials(), Credentials(tls=True)):
+    for credentials, error in ((Credentials(), InvalidArgumentError), (Credentials(tls=True), UnavailableError)):
         with (
             RolloutClient(service.grpc_address, "r", timeout_s=1, credentials=credentials) as client,
-            pytest.raises(UnavailableError),
+            pytest.raises(error),
         ):
             client.policy_version()
 
@@ -218,3 +219,35 @@ def test_a_service_without_tls_serves_a_client_without(service: Service, run_nam
     service.runs.create(run_name, CONFIG)
     with RolloutClient(service.grpc_address, run_name, credentials=Credentials()) as client:
         assert client.policy_version() == 0
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_client_without_tls_at_a_port_with_it_and_the_reverse_are_refused_at_once(
+    serve: Serve, service: Service, files: Files, face: str
+) -> None:
+    cert, key = files.certify("server")
+    encrypted = serve(tls_cert_file=cert, tls_key_file=key)
+    trusting = Credentials(ca_file=files.ca_file)
+    began = time.monotonic()
+    with connecting(face) as connect:
+        with (
+            connect(encrypted.grpc_address, "r", timeout_s=60, credentials=Credentials()) as client,
+            pytest.raises(InvalidArgumentError, match="the service expects TLS, and the client does not use it"),
+        ):
+            client.status()
+        with connect(service.grpc_address, "r", timeout_s=60, credentials=trusting) as client:
+            with pytest.raises(InvalidArgumentError, match="and the service does not use TLS"):
+                client.status()
+            client.trajectory("a", 0, policy_version=0).step([1], [2])
+            with pytest.raises(InvalidArgumentError, match="and the service does not use TLS"):
+                client.flush()
+        client = connect(encrypted.grpc_address, "r", timeout_s=60, credentials=Credentials())
+        client.trajectory("a", 0, policy_version=0).step([1], [2])
+        with pytest.raises(InvalidArgumentError, match="the service expects TLS"):
+            client.__exit__(None, None, None)
+    with (
+        TrainerClient(encrypted.grpc_address, "r", 0, timeout_s=60, credentials=Credentials()) as trainer,
+        pytest.raises(InvalidArgumentError, match="the service expects TLS"),
+    ):
+        next(iter(trainer))
+    assert time.monotonic() - began < 50

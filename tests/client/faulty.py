@@ -7,6 +7,7 @@ what the real service does is tested with the real service.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ def refuse(error: GristmillError, pushback_ms: str | None = None) -> Fault:
 class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunServiceServicer):
     """before, after: faults of the next SubmitRows calls, before or after the rows are kept; None is no fault.
 
-    gate: SubmitRows calls wait until it is set. under_way: how many wait.
+    gate: SubmitRows calls wait until it is set, and ListGroups after a part of its answer. under_way: how many wait.
     """
 
     def __init__(self) -> None:
@@ -88,6 +89,16 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
     ) -> run_pb2.WaitPolicyVersionResponse:
         self._fail(self.before, context)
         return run_pb2.WaitPolicyVersionResponse(version=7)
+
+    def ListGroups(
+        self, request: run_pb2.ListGroupsRequest, context: grpc.ServicerContext
+    ) -> Iterator[run_pb2.ListGroupsResponse]:
+        for page in range(12):
+            time.sleep(0.25)
+            status = run_pb2.GroupStatus(uid=str(page), state=run_pb2.GROUP_STATE_OPEN)
+            yield run_pb2.ListGroupsResponse(groups=[status])
+            if page == 3:
+                self.gate.wait(30)
 
     def SealBatch(
         self, request: rollout_pb2.SealBatchRequest, context: grpc.ServicerContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from gristmill import (
     RolloutClient,
     StaleIncarnationError,
     TrainerClient,
+    UnavailableError,
 )
 from gristmill._wire import addresses
 from gristmill.torch import Shard
@@ -135,6 +137,54 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     assert not pending
     assert not refusals
     assert [shard.position.mini_batch for shard in shards] == [0, 1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_shard_that_the_service_says_is_published_and_never_returns_is_an_error(
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    fill(service.grpc_address, run_name, "abcd")
+
+    async def lost(self: Run, batch: int, address: ShardAddress) -> AsyncIterator[bytes]:
+        raise NotFoundError("batch 0 is not published, or already freed")
+
+    monkeypatch.setattr(Run, "read_shard", lost)
+    monkeypatch.setattr("gristmill._client.trainer.shards.shard_reader.map_published", lambda *_: None)
+    with (
+        TrainerClient(service.grpc_address, run_name, 0, prefetch=prefetch, timeout_s=0.5) as trainer,
+        pytest.raises(UnavailableError, match=r"says that the shard is published, and has not returned it for 0\.5 s"),
+    ):
+        next(next(iter(trainer)).mini_batches())
+
+
+def test_a_trainer_waits_for_a_run_that_does_not_exist_yet_and_says_so(
+    service: Service, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TrainerClient(service.grpc_address, run_name, 0, timeout_s=60) as trainer, ThreadPoolExecutor(1) as threads:
+        announced = threads.submit(trainer.announce_policy_version, 3)
+        deadline = time.monotonic() + 30
+        while not (told := [text for text in caplog.messages if f"run {run_name!r} does not exist yet" in text]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert told[0].endswith("the trainer waits up to 60 s until it is created (create_run)")
+        fill(service.grpc_address, run_name, "abcd")
+        announced.result(timeout=30)
+        assert [shard.position.mini_batch for shard in next(iter(trainer)).forward()] == [0, 1]
+        with RolloutClient(service.grpc_address, run_name) as client:
+            assert client.policy_version() == 3
+            client.delete_run()
+        began = time.monotonic()
+        with pytest.raises(NotFoundError, match="does not exist; create it first"):
+            trainer.load_state_dict({})
+        assert time.monotonic() - began < 30, "it waits only for a run that it has not seen"
+
+
+def test_a_trainer_whose_run_nobody_creates_says_how_long_it_waited(service: Service, run_name: str) -> None:
+    with (
+        TrainerClient(service.grpc_address, run_name, 0, timeout_s=1) as trainer,
+        pytest.raises(NotFoundError, match=rf"run {run_name!r} does not exist.*waited 1 s for it; raise timeout_s"),
+    ):
+        next(iter(trainer))
 
 
 def test_a_batch_that_lies_ahead_is_not_waited_for(service: Service, run_name: str) -> None:

@@ -311,7 +311,9 @@ def test_a_bad_trajectory_does_not_harm_those_that_share_its_message(
     faulty.refused_uids["u7"] = InvalidArgumentError("uid 'u7' sample 0: sample is out of range")
     for index in range(20):
         step(client, f"u{index}")
-    with pytest.raises(InvalidArgumentError, match="uid 'u7' sample 0: uid 'u7' sample 0: sample is out of range"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^rows were not accepted: uid 'u7' sample 0: sample is out of range$"
+    ):
         client.flush()
     assert len(faulty.rows) == 19
 
@@ -518,3 +520,19 @@ client.close()
 def test_a_client_used_in_a_fork_says_so_instead_of_hanging() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["refused"] * 3), done.stderr
+
+
+def test_a_stream_may_take_longer_than_a_call_as_long_as_messages_arrive(
+    faulty: FaultyService, connect: Connect
+) -> None:
+    """All groups of a run, or all rows of a batch, over a slow link: 3 s at `timeout_s=1.5`."""
+    with serving(faulty) as address, connect(address, "run", timeout_s=1.5) as client:
+        assert [group.uid for group in client.groups()] == [str(page) for page in range(12)]
+        faulty.gate.clear()
+        began = time.monotonic()
+        with pytest.raises(
+            DeadlineExceededError, match=r"no message of the stream for 1\.5 s.*gave up after 1 attempts"
+        ):
+            client.groups()
+        assert time.monotonic() - began < 20
+        faulty.gate.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from gristmill._wire.addresses import ShardAddress
 from gristmill._wire.codecs.zstd_frames import compressed
 from gristmill.errors import (
     BatchFailedError,
+    DeadlineExceededError,
     GristmillError,
     InvalidArgumentError,
     NotFoundError,
@@ -150,6 +152,61 @@ def test_a_call_that_is_tried_for_long_says_once_why(
     [message] = [text for text in caplog.messages if "here:1" in text]
     assert message.startswith("here:1: the service cannot be reached (away)")
     assert message.endswith("; retrying for 54 s more")
+
+
+@given(
+    st.floats(0.5, 200),
+    st.lists(st.tuples(st.floats(0, 20), st.one_of(st.none(), st.floats(0, 300))), min_size=1),
+    st.integers(1, 3),
+)
+def test_a_call_is_retried_until_its_time_is_over_and_the_last_attempt_is_at_its_end(
+    timeout_s: float, attempts: list[tuple[float, float | None]], replicas: int
+) -> None:
+    """attempts: how long each took, and the pause that the service asked for; the last ones repeat."""
+    clock, number = 1000.0, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: clock))
+        retry = Retry(timeout_s, replicas)
+        with suppress(UnavailableError):
+            while True:
+                took_s, pushback_s = attempts[min(number, len(attempts) - 1)]
+                clock, number = clock + min(took_s, retry.attempt_s()), number + 1
+                clock += retry.pause_s(Failure(UnavailableError("away"), True, pushback_s, is_of_replica=True))
+    assert timeout_s - 1e-6 <= clock - 1000.0 <= timeout_s + 0.2 + 1e-6
+
+
+def test_time_in_which_the_service_may_wait_is_not_time_of_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    away = Failure(UnavailableError("away"), True)
+    waiting = Retry(10.0, wait_s=20.0)
+    waiting.attempt_s()
+    clock[0] = 15.0
+    assert waiting.pause_s(away) < 1.0, "the service was there for 15 s, and is restarted"
+    waiting.attempt_s()
+    clock[0] = 24.0
+    assert waiting.pause_s(away) <= 1.0
+    waiting.attempt_s()
+    clock[0] = 25.0
+    with pytest.raises(UnavailableError, match="gave up after 3 attempts"):
+        waiting.pause_s(away)
+    streaming = Retry(10.0)
+    clock[0] = 125.0
+    streaming.pause_s(Failure(UnavailableError("away"), True, progress_s=99.0))
+    clock[0] = 134.0
+    with pytest.raises(UnavailableError):
+        streaming.pause_s(away)
+
+
+def test_an_attempt_that_is_cut_short_does_not_hide_why_the_others_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    retry = Retry(1.0)
+    clock[0] = 0.5
+    retry.pause_s(Failure(ResourceExhaustedError("it is full"), True))
+    clock[0] = 1.2
+    with pytest.raises(ResourceExhaustedError, match="it is full"):
+        retry.pause_s(Failure(DeadlineExceededError("late"), True))
 
 
 def test_what_grpc_raised_is_not_shown_beside_the_error() -> None:

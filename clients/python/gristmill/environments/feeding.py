@@ -145,8 +145,11 @@ class Feeder(Generic[T]):
     async def _give_up(self, round: int, error: BaseException) -> None:
         """Aborts the open groups. Their tasks cannot do it, because a task that is cancelled early runs no code."""
         reason = type(error).__name__
-        aborted = (self.client.abort_group(uid, round=round, reason=reason) for uid in self._open)
-        for outcome in await asyncio.gather(*aborted, return_exceptions=True):
+        sender = self.client.sender
+        with sender.interruptions.limiting(error):
+            aborts = (self.client.abort_group(uid, round=round, reason=reason) for uid in self._open)
+            outcomes = await asyncio.gather(*map(sender.clean_up, aborts), return_exceptions=True)
+        for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, NotFoundError):
                 error.add_note(f"a group could not be aborted: {outcome}")
         self._open.clear()

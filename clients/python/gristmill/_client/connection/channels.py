@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from gristmill._client.connection.credentials import Credentials
+from gristmill._client.connection.streams import awaited_messages, messages
 from gristmill._wire.codecs.submit_codec import MESSAGE_BYTES
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -130,6 +131,7 @@ class Replicas:
         self._is_closed = False
 
     def unary_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        """Returns a callable with the arguments `request` and `timeout`, which limits the wait for each message."""
         return self._streaming(_binder("unary_stream", method, options))
 
     def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
@@ -170,7 +172,7 @@ class Replicas:
         try:
             yield
         except grpc.RpcError as call:
-            call.request_id = named[0][1]
+            call.request_id, call.replica = named[0][1], self._addresses[number % self.count]
             if cannot_serve(call):
                 self._fail_over(number)
             raise
@@ -237,7 +239,7 @@ class Channels(Replicas):
     def _streaming(self, bind: Bind) -> Callable[..., Iterator[Any]]:
         def call(request: Any, timeout: float) -> Iterator[Any]:
             with self._attempt(bind) as bound:
-                yield from bound(request, timeout=timeout)
+                yield from messages(functools.partial(bound, request), timeout)
 
         return call
 
@@ -267,7 +269,7 @@ class AsyncChannels(Replicas):
     def _streaming(self, bind: Bind) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, timeout: float) -> AsyncIterator[Any]:
             with self._attempt(bind) as bound:
-                async for message in bound(request, timeout=timeout):
+                async for message in awaited_messages(functools.partial(bound, request), timeout):
                     yield message
 
         return call

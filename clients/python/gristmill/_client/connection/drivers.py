@@ -7,13 +7,19 @@ waiting, and the worker that sends. With the driver `Blocking` a coroutine never
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 from gristmill._client.connection.channels import AsyncChannels, Channels, Replicas
 from gristmill._client.connection.credentials import Credentials
+from gristmill._client.connection.interruptions import left_s, without_limit
+from gristmill.errors import UnavailableError
+
+_log = logging.getLogger("gristmill")
 
 T = TypeVar("T")
 
@@ -48,6 +54,16 @@ class Driver(Protocol):
 
     def collecting(self, stream: Callable[..., Any]) -> Callable[..., Any]:
         """Converts a method that streams messages to a method that returns a list of them."""
+
+    async def clean_up(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs work that an error requires. After an interruption (`interruptions`), raises UnavailableError when the
+        time for it is over."""
+
+    async def wait_for_clean_ups(self) -> None:
+        """Returns when the work that continues in the background has ended, or when the time for it is over."""
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function that blocks. The event loop, if there is one, continues."""
 
     async def pause(self, seconds: float, closed: threading.Event) -> None: ...
 
@@ -89,6 +105,15 @@ class Blocking:
     def collecting(self, stream: Callable[..., Iterator[Any]]) -> Callable[..., list[Any]]:
         return lambda request, timeout: list(stream(request, timeout=timeout))
 
+    async def clean_up(self, work: Coroutine[Any, Any, Any]) -> None:
+        await work
+
+    async def wait_for_clean_ups(self) -> None:
+        pass
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
     async def pause(self, seconds: float, closed: threading.Event) -> None:
         closed.wait(seconds)
 
@@ -109,6 +134,7 @@ class Awaited:
 
     def __init__(self) -> None:
         self.lock = nullcontext()
+        self._clean_ups: set[asyncio.Task[Any]] = set()
 
     def signal(self) -> Signal:
         return _TaskSignal()
@@ -117,7 +143,8 @@ class Awaited:
         task = asyncio.create_task(work(), name="gristmill-sender")
 
         async def join() -> None:
-            await task
+            # An interrupted client disconnects first, which cancels the worker's call.
+            await asyncio.wait((task,))
 
         return join
 
@@ -129,6 +156,32 @@ class Awaited:
             return [message async for message in stream(request, timeout=timeout)]
 
         return collect
+
+    async def clean_up(self, work: Coroutine[Any, Any, Any]) -> None:
+        if (left := left_s()) == inf:
+            await work
+            return
+        # The task may be cancelled because of its own time limit. The loop, and this work, then continue.
+        task = asyncio.create_task(work, context=without_limit())
+        self._clean_ups.add(task)
+        task.add_done_callback(self._cleaned_up)
+        await asyncio.wait((task,), timeout=max(0.0, left))
+        if not task.done():
+            raise UnavailableError("the service did not answer yet, and is called again until the client is closed")
+        task.result()
+
+    def _cleaned_up(self, task: asyncio.Task[Any]) -> None:
+        self._clean_ups.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("cleaning up after a cancelled task failed: %s", error)
+
+    async def wait_for_clean_ups(self) -> None:
+        if self._clean_ups:
+            left = left_s()
+            await asyncio.wait(self._clean_ups, timeout=None if left == inf else max(0.0, left))
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.to_thread(function, *args)
 
     async def pause(self, seconds: float, closed: threading.Event) -> None:
         await asyncio.sleep(seconds)

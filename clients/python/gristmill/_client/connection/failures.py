@@ -32,6 +32,8 @@ _BY_NAME = {error.__name__: error for error in _classes(errors.GristmillError)}
 _BY_CODE = {error.code: error for error in reversed(_BY_NAME.values())}
 # gRPC's message about an answer in HTTP/1 contains this.
 _HTTP_1 = "http1.x server"
+# gRPC's messages about a server without TLS, and about a server that closed a new connection: it may expect TLS.
+_NO_TLS, _CLOSED = "WRONG_VERSION_NUMBER", ("failed to connect", "Socket closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,14 @@ class Failure:
     may_retry: whether another attempt may succeed.
     pushback_s: the delay before a retry that the service requests; None if it requests none.
     is_of_replica: whether another replica may answer.
+    progress_s: how long the attempt made progress, such as a stream until its last message.
     """
 
     error: GristmillError
     may_retry: bool = False
     pushback_s: float | None = None
     is_of_replica: bool = False
+    progress_s: float = 0.0
 
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
@@ -97,12 +101,36 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
         return Failure(
             InvalidArgumentError(f"{address}: the port answers HTTP, not gRPC ({details}); use the gRPC port")
         )
+    if not name and _NO_TLS in details:
+        return Failure(
+            InvalidArgumentError(
+                f"{address}: the client encrypts its connection, and the service does not use TLS ({details}); remove "
+                "ca_file, cert_file and tls (GRISTMILL_CA_FILE, GRISTMILL_CERT_FILE, GRISTMILL_TLS), or start the "
+                "service with TLS"
+            )
+        )
     if not name:
         details = _of_transport(kind, code, details, address)
     elif cannot_serve(call) and "," in address:
         # The message does not say which replica failed.
         details = f"{address}: {details}"
-    return Failure(kind(details), may_retry, pushback_s, cannot_serve(call))
+    return Failure(kind(details), may_retry, pushback_s, cannot_serve(call), getattr(call, "progress_s", 0.0))
+
+
+def may_expect_tls(call: grpc.RpcError) -> bool:
+    """Returns whether the failure is that of a call without TLS to a port that expects it. A service that is stopping
+    fails in the same way."""
+    return call.code() is grpc.StatusCode.UNAVAILABLE and all(part in (call.details() or "") for part in _CLOSED)
+
+
+def failure_without_tls(address: str) -> Failure:
+    return Failure(
+        InvalidArgumentError(
+            f"{address}: the service expects TLS, and the client does not use it; set ca_file of "
+            "gristmill.Credentials (GRISTMILL_CA_FILE) to the service's certificate authority, or tls=True "
+            "(GRISTMILL_TLS=1) if a public one signed its certificate"
+        )
+    )
 
 
 def _of_transport(kind: type[GristmillError], code: str, details: str, address: str) -> str:

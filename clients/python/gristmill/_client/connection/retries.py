@@ -7,6 +7,7 @@ import random
 import time
 
 from gristmill._client.connection.failures import Failure, with_message
+from gristmill.errors import DeadlineExceededError, GristmillError
 
 LONGEST_WAIT_S = 20.0
 """The longest wait that one call requests. A longer wait is split into several calls, so that a dead connection is
@@ -15,6 +16,8 @@ detected."""
 # The timeout of an attempt; it is shorter while another replica was not tried yet. After all were tried, the service as
 # a whole is slow, and an early retry would not help.
 _ATTEMPT_S, _ATTEMPT_AMONG_OTHERS_S = 20.0, 8.0
+# The last attempt begins when the time is over, and must be able to succeed.
+_SHORTEST_ATTEMPT_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 # After this time, a warning says why a call takes so long.
 _SILENT_S = 5.0
@@ -47,24 +50,37 @@ class Backoff:
     def attempt_s(self, left_s: float) -> float:
         """Returns the timeout of the next attempt. left_s: the time that is left for all attempts."""
         are_others_left = self.attempts < self._replicas - 1
-        return max(0.05, min(_ATTEMPT_AMONG_OTHERS_S if are_others_left else _ATTEMPT_S, left_s))
+        return max(_SHORTEST_ATTEMPT_S, min(_ATTEMPT_AMONG_OTHERS_S if are_others_left else _ATTEMPT_S, left_s))
 
 
 class Retry:
-    """Schedules the attempts at one call until `timeout_s` is over. `timeout_s=0` allows one attempt."""
+    """Schedules the attempts at one call until `timeout_s` is over, the last one at its end. `timeout_s=0` allows one
+    attempt.
 
-    def __init__(self, timeout_s: float, replicas: int = 1) -> None:
+    wait_s: how long the service may wait before it answers. This time, and that of a stream until its last message,
+    counts once in addition to `timeout_s`, because the service is reachable meanwhile.
+    """
+
+    def __init__(self, timeout_s: float, replicas: int = 1, wait_s: float = 0.0) -> None:
         self._is_only_one = timeout_s == 0
-        self._began = time.monotonic()
-        self._deadline = self._began + timeout_s
+        self._wait_s = wait_s
+        self._began = self._attempt_began = time.monotonic()
+        self._end = self._began + timeout_s
+        self._progress_s = 0.0
         self._backoff = Backoff(replicas)
+        self._reason: GristmillError | None = None
         self._has_warned = False
 
-    def attempt_s(self, wait_s: float) -> float:
-        """Returns the timeout of the next attempt. wait_s: how long the service may wait before it answers."""
+    def attempt_s(self) -> float:
+        """Returns the timeout of the attempt that begins now."""
+        self._attempt_began = time.monotonic()
         if self._is_only_one:
-            return wait_s + _ATTEMPT_S
-        return wait_s + self._backoff.attempt_s(self._deadline - time.monotonic())
+            return self._wait_s + _ATTEMPT_S
+        return self._wait_s + self._backoff.attempt_s(self._deadline - self._attempt_began)
+
+    @property
+    def _deadline(self) -> float:
+        return self._end + self._progress_s
 
     def pause_s(self, failure: Failure) -> float:
         """Returns the seconds until the next attempt. Raises the failure's error if there is none. Logs one warning if
@@ -74,14 +90,19 @@ class Retry:
             raise failure.error from None
         pause_s = self._backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         now = time.monotonic()
-        if now + pause_s >= self._deadline:
+        waited_s = min(now - self._attempt_began, self._wait_s)
+        self._progress_s = max(self._progress_s, waited_s, failure.progress_s)
+        if self._reason is None or not isinstance(failure.error, DeadlineExceededError):
+            # The end of `timeout_s` cuts the last attempt short. The error of an earlier one says more.
+            self._reason = failure.error
+        if now >= self._deadline:
             tried = f"gave up after {self._backoff.attempts} attempts in {now - self._began:.1f} s"
-            message = f"{failure.error} ({tried}; raise timeout_s to retry for longer)"
-            raise with_message(failure.error, message) from None
+            message = f"{self._reason} ({tried}; raise timeout_s to retry for longer)"
+            raise with_message(self._reason, message) from None
         if not self._has_warned and now - self._began >= _SILENT_S:
             self._has_warned = True
             _log.warning("%s; retrying for %.0f s more", failure.error, self._deadline - now)
-        return pause_s
+        return min(pause_s, self._deadline - now)
 
 
 class WaitBudget:

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from math import inf
 from typing import Any, TypeVar
 
 import grpc
 
 from gristmill._client.connection.credentials import Credentials
 from gristmill._client.connection.drivers import Blocking, Driver, block_on
-from gristmill._client.connection.failures import failure_of
+from gristmill._client.connection.failures import Failure, failure_of, failure_without_tls, may_expect_tls
+from gristmill._client.connection.interruptions import Interruptions, left_s
 from gristmill._client.connection.retries import Retry, WaitBudget
-from gristmill.errors import FailedPreconditionError
+from gristmill._client.connection.tls_probe import expects_tls
+from gristmill.errors import FailedPreconditionError, UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 T = TypeVar("T")
 
 TIMEOUT_S = 120.0
 """By default, a failing call is retried for this time."""
+
+# A client without TLS examines ports that close its connections, no more often than this.
+_PROBE_PAUSE_S = 5.0
 
 SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
 """Called with bytes that `gristmill._wire.codecs.submit_codec` encodes."""
@@ -59,7 +66,10 @@ class Connection:
         self, driver: Driver, address: str, timeout_s: float, owner: str, credentials: Credentials | None = None
     ) -> None:
         self.driver = driver
-        self.channels = channels = driver.channels(address, credentials or Credentials())
+        credentials = credentials or Credentials()
+        self.channels = channels = driver.channels(address, credentials)
+        self.interruptions = Interruptions()
+        self._probed = inf if credentials.is_encrypted else -inf
         self.address = channels.names
         self.timeout_s = timeout_s
         self.fork_guard = ForkGuard(owner)
@@ -84,13 +94,29 @@ class Connection:
             the last attempt, a class of `gristmill.errors`.
         """
         self.check_usable()
-        retry = Retry(self.timeout_s if timeout_s < 0 else timeout_s, self.channels.count)
+        timeout_s = self.timeout_s if timeout_s < 0 else timeout_s
+        if (left := left_s()) < timeout_s:
+            if left <= 0:
+                raise UnavailableError(
+                    f"{self.address}: the service did not answer before the interrupted client ended"
+                )
+            timeout_s, wait_s = left, 0.0
+        retry = Retry(timeout_s, self.channels.count, wait_s)
         while True:
             try:
-                return await self.driver.call(method, request, timeout=retry.attempt_s(wait_s))
+                return await self.driver.call(method, request, timeout=retry.attempt_s())
             except grpc.RpcError as call:
-                pause_s = retry.pause_s(failure_of(call, self.address))
+                pause_s = retry.pause_s(await self.failure(call))
             await self.sleep(pause_s)
+
+    async def failure(self, call: grpc.RpcError) -> Failure:
+        """Converts the failure of a call. If the port may expect TLS, examines it."""
+        if may_expect_tls(call) and (now := time.monotonic()) - self._probed >= _PROBE_PAUSE_S:
+            self._probed = now
+            replica = getattr(call, "replica", "")
+            if await self.driver.in_thread(expects_tls, replica):
+                return failure_without_tls(replica)
+        return failure_of(call, self.address)
 
     async def ask_until(self, ask: Callable[[float], Awaitable[T]], is_final: Callable[[T], bool], wait_s: float) -> T:
         """Calls `ask(seconds that the service may wait)` until the answer is final or `wait_s` is over. Returns the

@@ -148,9 +148,14 @@ def row_sizes(table: Steps) -> Int64s:
 
 def error_of(failures: dict[TrajectoryKey, GristmillError]) -> GristmillError:
     """Combines failures to one error, of the class of the first failure. Its message names the trajectories."""
-    first = next(iter(failures.values()))
-    names = [str(key) for key in failures]
-    listed = "; ".join(names[:_NAMES_IN_MESSAGE])
-    if len(names) > _NAMES_IN_MESSAGE:
-        listed += f"; and {len(names) - _NAMES_IN_MESSAGE} more trajectories"
-    return with_message(first, f"rows were not accepted: {listed}: {first}")
+    (key, first), *others = failures.items()
+    listed = [str(other) for other, _ in others[: _NAMES_IN_MESSAGE - 1]]
+    if not str(first).startswith(str(key)):
+        listed.insert(0, str(key))
+    elif listed:
+        listed[0] = f"also of {listed[0]}"
+    if len(failures) > _NAMES_IN_MESSAGE:
+        listed.append(f"and {len(failures) - _NAMES_IN_MESSAGE} more trajectories")
+    return with_message(
+        first, ": ".join(["rows were not accepted", *(["; ".join(listed)] if listed else []), str(first)])
+    )

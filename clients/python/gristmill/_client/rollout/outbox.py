@@ -149,6 +149,12 @@ class Outbox:
             self._conclude(entry, RowOutcome.DROPPED)
         self._release(withdrawn)
 
+    def abandon(self, error: GristmillError) -> None:
+        """Fails all pending rows. No message may be sent afterwards."""
+        entries = [*self._pending.values()]
+        self._extract(lambda entry: True)
+        self._fail(entries, error)
+
     def take_error(self, delivery: Delivery) -> GristmillError | None:
         """Returns the error of the delivery's rows, if any. `take_errors` then omits it, so that each error is raised
         once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -252,10 +253,8 @@ def _close_forgotten(transport: Transport, sender: Sender) -> None:
     if not transport.fork_guard.is_here():
         return
     try:
-        block_on(sender.flush())
+        # Ctrl-C may have ended the program.
+        block_on(sender.close(getattr(sys, "last_value", None)))
     except GristmillError as error:
         # No caller can catch the error.
         _log.error("a RolloutClient was not closed: %s", error)
-    finally:
-        block_on(sender.close())
-        transport.close()

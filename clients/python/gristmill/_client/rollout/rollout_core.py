@@ -224,13 +224,11 @@ class RolloutCore:
             raise
 
     async def close(self) -> None:
-        if not self._connection.fork_guard.is_here():
-            return
-        try:
-            await self.sender.flush()
-        finally:
-            await self.sender.close()
-            await self._connection.disconnect()
+        await self._close(None)
+
+    async def _close(self, error: BaseException | None) -> None:
+        if self._connection.fork_guard.is_here():
+            await self.sender.close(error)
 
     async def __aenter__(self) -> Self:
         return self
@@ -239,7 +237,7 @@ class RolloutCore:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self.close()
+            await self._close(error)
         except GristmillError as failed:
             if error is None:
                 raise

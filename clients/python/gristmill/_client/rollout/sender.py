@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -14,13 +15,14 @@ import grpc
 
 from gristmill._client.connection.channels import Begun
 from gristmill._client.connection.drivers import Join, Signal
-from gristmill._client.connection.failures import Failure, failure_of
+from gristmill._client.connection.failures import Failure
+from gristmill._client.connection.interruptions import is_interruption, left_s
 from gristmill._client.connection.transport import Connection
 from gristmill._client.rollout.delivery import Delivery, PendingRow, Prefix, outcomes_of
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._wire.steps import Steps, TrajectoryKey
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, UnavailableError
 
 _log = logging.getLogger("gristmill")
 
@@ -53,6 +55,7 @@ class Sender:
 
     def __init__(self, connection: Connection, encoder: RequestEncoder, limits: Limits) -> None:
         self._connection = connection
+        self.interruptions = connection.interruptions
         self._driver = connection.driver
         self._encoder = encoder
         self._outbox = Outbox(limits, connection.timeout_s, connection.channels.count)
@@ -62,7 +65,7 @@ class Sender:
         # Separate from `_progress`, so that sending a message does not wake the callers that wait for its answer.
         self._capacity: Signal = self._driver.signal()
         self._join_worker: Join | None = None
-        self._closing = False
+        self._closing = self._gives_up = False
         self._warned = -inf
 
     async def submit(self, tables: Iterable[Steps]) -> Delivery:
@@ -106,6 +109,10 @@ class Sender:
         if error is not None:
             raise error
 
+    async def clean_up(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs calls that an error requires, such as aborts, as `Driver.clean_up` does."""
+        await self._driver.clean_up(work)
+
     def take_error(self, delivery: Delivery) -> GristmillError | None:
         """Returns the error of a delivery's rows, if any. The caller must raise it, because `flush` then does not."""
         if not delivery.failures:
@@ -113,14 +120,43 @@ class Sender:
         with self._lock:
             return self._outbox.take_error(delivery)
 
-    async def close(self) -> None:
-        """Stops the worker after all rows were sent or have failed. Idempotent. No rows may be added afterwards."""
-        with self._lock:
-            self._closing = True
-            self._outbox.flush()
-            self._notify()
-        if self._connection.fork_guard.is_here() and self._join_worker is not None:
-            await self._join_worker()
+    async def close(self, error: BaseException | None = None) -> None:
+        """Delivers the pending rows, stops the worker and disconnects. Idempotent. No rows may be added afterwards.
+
+        error: by default, the exception that is being handled. After an interruption, the rows that cannot be delivered
+            in a short time are lost, and their number is logged. Raises the errors of `flush`, except after an
+            interruption, which gets a note.
+        """
+        if self._gives_up:
+            return
+        error = error or sys.exc_info()[1]
+        try:
+            with self.interruptions.limiting(error):
+                await self._driver.wait_for_clean_ups()
+                await self.flush()
+        except GristmillError as failed:
+            if error is None or not is_interruption(error):
+                raise
+            self._gives_up = True
+            error.add_note(f"closing the {self._connection.owner}: {failed}")
+        except BaseException as failed:
+            self._gives_up = is_interruption(failed)
+            raise
+        finally:
+            with self._lock:
+                self._closing = True
+                self._outbox.flush()
+                self._notify()
+            if self._gives_up:
+                # This ends the worker's call.
+                await self._connection.disconnect()
+            if self._join_worker is not None:
+                await self._join_worker()
+            await self._connection.disconnect()
+            if self._gives_up:
+                with self._lock:
+                    self._outbox.abandon(UnavailableError("the client was interrupted before the row was delivered"))
+                    self._notify()
 
     async def _add(self, table: Steps, delivery: Delivery, prefix: Prefix | None = None) -> bool:
         """Waits for capacity in the outbox and adds the rows. Returns whether the worker must be woken."""
@@ -138,7 +174,12 @@ class Sender:
         """Returns when the condition is true. Acquires the lock to test it."""
         with self._lock:
             while not is_done():
-                await self._progress.wait(None)
+                left = left_s()
+                if left <= 0:
+                    raise UnavailableError(
+                        f"run {self._encoder.run!r}: rows were not delivered before the interrupted client ended"
+                    )
+                await self._progress.wait(None if left == inf else left)
 
     def _send_now(self) -> int:
         """Makes all rows due now. Returns the number of the last row."""
@@ -168,7 +209,7 @@ class Sender:
         try:
             while True:
                 with self._lock:
-                    if self._closing and not self._outbox.pending_rows:
+                    if self._closing and (self._gives_up or not self._outbox.pending_rows):
                         break
                     pause_s = self._outbox.due_in(time.monotonic())
                     if not calls and (pause_s is None or pause_s > 0):
@@ -177,7 +218,8 @@ class Sender:
                 await self._step(calls)
         finally:
             if lost := self._outbox.pending_rows:
-                _log.error("%d rows of run %r were not delivered: the client was not closed", lost, self._encoder.run)
+                why = "interrupted" if self._gives_up else "not closed"
+                _log.error("%d rows of run %r were not delivered: the client was %s", lost, self._encoder.run, why)
 
     async def _step(self, calls: deque[_Call]) -> None:
         """Handles answers that have arrived, and sends the next message. If none is due, waits for one or an answer."""
@@ -223,7 +265,7 @@ class Sender:
             response = await answer
             outcomes = None if response is None else outcomes_of(response, entries)
         except grpc.RpcError as error:
-            self._on_failure(entries, failure_of(error, self._connection.address))
+            self._on_failure(entries, await self._connection.failure(error))
         except Exception as error:  # noqa: BLE001 - the rows get an error, and the worker continues with the others
             self._on_failure(entries, Failure(GristmillError(f"{type(error).__name__}: {error}")))
         else:

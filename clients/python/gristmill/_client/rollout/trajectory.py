@@ -245,7 +245,9 @@ class AsyncTrajectory:
                 "abort(reason) to abort it on purpose"
             )
         try:
-            await self.abort(f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": "))
+            with self._sender.interruptions.limiting(error):
+                reason = f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": ")
+                await self._sender.clean_up(self.abort(reason))
         except GristmillError as failed:
             error.add_note(f"{self.key} could not be aborted: {failed}")
 

@@ -51,7 +51,8 @@ class TrainerClient(Generic[S]):
     """Reads a run's batches for one or several data-parallel ranks: returns their shards as torch tensors, acknowledges
     them, and resumes after a restart.
 
-    address, run: as for RolloutClient; separate several replicas by commas. The run must exist before the first call.
+    address, run: as for RolloutClient; separate several replicas by commas. The first call waits up to `timeout_s`
+        until the run exists, and logs a warning meanwhile.
     rank: the data-parallel rank of this process, from 0. Batches yield a `Shard` for each mini-batch.
     ranks: instead of `rank`, for a controller that distributes work to several ranks: a range, or "all" for every rank
         of the run. Batches yield a `MiniBatch` for each mini-batch, with the shard of each rank in `shards[rank]`. It
@@ -73,7 +74,8 @@ class TrainerClient(Generic[S]):
     prefetch: the number of shards to open in the background during training, including the first shard of the next
         batch if that is published. Opened shards are in memory, unless they are mapped. 0 opens each shard on demand.
     columns: the declared columns to read; None: all. Other columns are not streamed, copied or converted.
-    timeout_s: how long to retry a call while the service is unreachable. Waiting for a batch has no limit.
+    timeout_s: how long to retry a call while the service is unreachable, and to wait for a run that does not exist yet.
+        Waiting for a batch has no limit.
     credentials: the token and certificates (`gristmill.Credentials`). None: from the environment variables, if set.
 
     Worked example, for one rank:
@@ -205,9 +207,9 @@ class TrainerClient(Generic[S]):
 
         The first use also begins the ranks' training, and supersedes trainers that began to train these ranks earlier.
 
-        Raises NotFoundError if the run does not exist, and InvalidArgumentError if the run has another `dp_size`, or
-        does not have the rank or the model. Raises FailedPreconditionError if an earlier trainer acknowledged
-        mini-batches that it did not commit; call `load_state_dict` first.
+        Raises NotFoundError if the run does not exist after `timeout_s`, and InvalidArgumentError if it has another
+        `dp_size`, or does not have the rank or the model. Raises FailedPreconditionError if an earlier trainer
+        acknowledged mini-batches that it did not commit; call `load_state_dict` first.
         """
         return self._order.position
 
@@ -272,6 +274,7 @@ class TrainerClient(Generic[S]):
         keep_later: do nothing if a later version was announced, for example when a trainer resumes from an earlier
             checkpoint. Otherwise FailedPreconditionError is raised, because versions never decrease.
         """
+        self._order.wait_for_run()
         if keep_later and version <= self._announced_version():
             return
         request = run_pb2.AnnouncePolicyVersionRequest(run=self.run, version=version)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import distributed
 
+from gristmill._client.connection.failures import with_message
 from gristmill._client.connection.transport import Transport
 from gristmill._client.run_status import RunStatus, status_of
 from gristmill._wire.addresses import MODELS, Position
 from gristmill._wire.column_spec import ColumnSpec, specs_of
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gristmill.v1 import run_pb2, trainer_pb2
 
 _log = logging.getLogger("gristmill")
@@ -23,6 +25,8 @@ _STATE_VERSION = 2
 _KNOWN_STATE_VERSIONS = (1, 2)
 """Version 1 does not contain the run's identity, which is then not checked."""
 _LAUNCH_BYTES = 16
+# A run that does not exist yet: the pause between two looks, and between two log messages.
+_PAUSE_S, _NOTICE_S = 0.5, 30.0
 
 
 class Ranks(NamedTuple):
@@ -147,6 +151,7 @@ class TrainingOrder:
         # The position in a failed batch that the ranks skipped and must still acknowledge.
         self._stepped_over: Position | None = None
         self._run_id, self._generation = "", 0
+        self._has_seen_run = False
 
     def __str__(self) -> str:
         return "position not read yet" if self._position is None else f"next is {self._position}"
@@ -186,13 +191,43 @@ class TrainingOrder:
 
     def _read_run(self, dp_size: int | None) -> RunStatus:
         """Read the run's state. dp_size: the number of ranks that the run will have; None: its current number."""
-        answer: run_pb2.GetRunResponse = self._transport.call(
-            self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
-        )
-        status = status_of(answer.status)
+        status = status_of(self._get_run().status)
         self.epochs, self.dp_size = status.config["update_epochs_per_batch"], dp_size or status.config["dp_size"]
         self._on_read(specs_of(status.config["columns"]))
         return status
+
+    def wait_for_run(self) -> None:
+        """Wait until the run exists, unless the trainer has seen it before. Raises NotFoundError after the transport's
+        `timeout_s`."""
+        if not self._has_seen_run:
+            self._get_run()
+
+    def _get_run(self) -> run_pb2.GetRunResponse:
+        began = logged = time.monotonic()
+        while True:
+            try:
+                answer: run_pb2.GetRunResponse = self._transport.call(
+                    self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
+                )
+                self._has_seen_run = True
+                return answer
+            except NotFoundError as error:
+                # A run that the trainer has seen was deleted.
+                timeout_s = 0.0 if self._has_seen_run else self._transport.timeout_s
+                now = time.monotonic()
+                if now - began >= timeout_s:
+                    waited = (
+                        f" (waited {now - began:.0f} s for it; raise timeout_s to wait longer)" if timeout_s else ""
+                    )
+                    raise with_message(error, f"{error}{waited}") from None
+            if logged == began or now - logged >= _NOTICE_S:
+                logged = now
+                _log.warning(
+                    "run %r does not exist yet; the trainer waits up to %.0f s until it is created (create_run)",
+                    self.run,
+                    began + timeout_s - now,
+                )
+            self._transport.pause(min(_PAUSE_S, began + timeout_s - now))
 
     # Checkpoints.
 

@@ -21,8 +21,6 @@ from gristmill._wire.codecs.zstd_frames import DamagedFrameError, decompressed, 
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill.v1 import trainer_pb2
 
-# A stream that is slower than this is canceled and repeated.
-_SLOWEST_BYTES_PER_S = 5e6
 _READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
 
 
@@ -65,14 +63,14 @@ def stream(
     if columns is not None:
         request.chooses_columns = True
         request.columns.extend(columns)
-    read, wait_s = partial(_read, transport, address, size), size / _SLOWEST_BYTES_PER_S
+    read = partial(_read, transport, address, size)
     try:
-        data = transport.call(read, request, wait_s=wait_s)
+        data = transport.call(read, request)
     except DamagedFrameError:
         # The service sends compressed frames unread. Request them uncompressed, so that the service decompresses them
         # and rebuilds the batch if they are damaged.
         request.accepts_zstd = False
-        data = transport.call(read, request, wait_s=wait_s)
+        data = transport.call(read, request)
     return parse_shard(data, str(address))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from gristmill.errors import (
 from gristmill.v1 import trainer_pb2
 
 _WITHDRAWN_PAUSE_S = 0.1
+# A call that takes longer has waited for the batch.
+_WAITED_S = 1.0
 
 
 class Wanted(NamedTuple):
@@ -124,17 +127,28 @@ class ShardReader:
         return [self._open_rank(wanted, rank, is_wanted) for rank in wanted.ranks]
 
     def _open_rank(self, wanted: Wanted, rank: int, is_wanted: Callable[[], bool]) -> Opened:
-        position = wanted.position
+        position, missed_since = wanted.position, inf
         while True:
+            asked = time.monotonic()
             answer = self._find_shard(wanted, rank, is_wanted)
+            if time.monotonic() - asked > _WAITED_S:
+                # The batch was withdrawn, and is published again.
+                missed_since = inf
             is_forward = answer.state == trainer_pb2.BATCH_STATE_FORWARD
             address = ShardAddress(self._run, self._model, rank, position.batch, position.mini_batch)
             mapped = map_published(address, answer.shared_memory_path, answer.size_bytes)
             try:
                 columns = self._columns.of(is_forward)
                 tensors, metadata = mapped or stream(self._transport, address, answer.size_bytes, columns)
-            except (NotFoundError, ReplacedError):
+            except (NotFoundError, ReplacedError) as error:
                 # The shard was withdrawn or freed since the answer. The next answer says which.
+                missed_since = min(missed_since, asked)
+                if time.monotonic() - missed_since > self._transport.timeout_s:
+                    raise UnavailableError(
+                        f"{address}: the service says that the shard is published, and has not returned it for "
+                        f"{self._transport.timeout_s:g} s: {error}; look for errors of the shard store in the "
+                        "service's log, and restart the service"
+                    ) from None
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
             tensors, is_mapped = self._columns.among(tensors), mapped is not None
