@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
@@ -68,7 +69,9 @@ def logits_of(model: Any, micro: MicroBatch) -> torch.Tensor:
     return padded
 
 
-def loss_and_gradients(model: Any, micros: list[MicroBatch]) -> tuple[float, list[torch.Tensor]]:
+def loss_and_gradients(
+    model: Any, micros: list[MicroBatch], logits_of: Callable[[Any, MicroBatch], torch.Tensor] = logits_of
+) -> tuple[float, list[torch.Tensor]]:
     """Of the importance-weighted policy gradient's loss, summed over all ranks."""
     total = torch.zeros((), dtype=torch.float64)
     for micro in micros:
