@@ -12,7 +12,8 @@ from gristmill_service.access.quotas import Quota
 from gristmill_service.config import parse_config
 from gristmill_service.run.machine.answers import Position, RewardUpdate
 from gristmill_service.run.machine.decisions import aborts, admission, ingest, progress, rewards, sealing
-from gristmill_service.run.machine.decisions.admission import UNBOUNDED, BytesLeft, Room
+from gristmill_service.run.machine.decisions.admission import BytesLeft, Room
+from gristmill_service.run.machine.decisions.pacing import UNBOUNDED
 from gristmill_service.run.machine.described_rows import RowKeys
 from gristmill_service.run.machine.events import BatchPublished, Event
 from gristmill_service.run.machine.state import Decision, State, apply

@@ -61,21 +61,6 @@ def test_room_comes_back_with_what_is_dropped_and_with_what_is_freed() -> None:
     assert bench.begin("c") == ["ADMITTED"]
 
 
-def test_with_a_bound_on_staleness_what_is_accepted_plus_running_stays_within_it() -> None:
-    bench = Bench(max_staleness=1, train_batch_size=1)
-    assert bench.begin(*NAMES[:4]) == ["ADMITTED"] * 2 + ["NO_ROOM"] * 2
-    bench.submit(*group_rows("a"))
-    bench.make_batches()
-    train(bench, 0)
-    assert bench.run.status().batches_freed == 1
-    answer = bench.run.begin_groups(0, ["c"])
-    assert "max_staleness: 1 at policy version 0 allows 2 batches in total" in answer.reason
-    bench.run.announce(1)
-    assert bench.begin("c", "d") == ["ADMITTED", "NO_ROOM"]
-    bench.run.abort_groups(0, ["b"], "")
-    assert bench.begin("d") == ["ADMITTED"], "what is dropped does not count"
-
-
 def test_a_failed_batch_gives_its_room_back_so_that_the_run_goes_on() -> None:
     bench = Bench(max_staleness=0, train_batch_size=1, max_buffered_batches=1)
     bench.build_batch._fails = {0}

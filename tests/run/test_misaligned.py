@@ -101,11 +101,12 @@ class TestKept:
         bench.make_batches()
         assert bench.run.batch(1).state is BatchState.PUBLISHED
 
-    def test_staleness_counts_it_as_long_as_it_is_kept(self) -> None:
+    def test_rollouts_are_not_paced_by_it_until_it_is_built_for_other_ranks(self) -> None:
         bench = failed(max_staleness=0)
-        assert bench.begin("u1") == ["NO_ROOM"]
-        acknowledge(bench, Position(0))
         assert bench.begin("u1") == ["ADMITTED"]
+        resume(bench, 1)
+        bench.run.abort_groups(0, ["u1"], "")
+        assert bench.begin("u2") == ["NO_ROOM"]
 
 
 class TestOtherRanks:

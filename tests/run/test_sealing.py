@@ -170,16 +170,6 @@ class TestSealingByCall:
         with pytest.raises(ResourceExhaustedError, match="wait for the trainer to commit one"):
             bench.submit(*group_rows("e"))
 
-    def test_staleness_limits_batches_whatever_their_sizes(self) -> None:
-        bench = Bench(seal_by="call", train_batch_size=8, max_buffered_batches=8, max_staleness=1)
-        for batch in range(2):
-            bench.submit(*group_rows(f"small-{batch}"))
-            bench.run.seal(batch)
-        with pytest.raises(ResourceExhaustedError, match="max_staleness: 1 at policy version 0 allows 2 batches"):
-            bench.submit(*group_rows("a"))
-        bench.run.announce(1)
-        assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
-
 
 class TestZeroVariance:
     def test_a_group_of_equal_scores_is_dropped_and_its_room_is_free(self) -> None:

@@ -7,6 +7,7 @@ functions. A function that may wait has the call's slot as an argument.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +35,7 @@ from gristmill_service.run.machine.answers import (
     BatchState,
     GroupAnswer,
     Moved,
+    Outcome,
     Position,
     Resumed,
     RewardUpdate,
@@ -44,9 +46,12 @@ from gristmill_service.run.machine.answers import (
 )
 from gristmill_service.run.machine.decisions.admission import check_group_count
 from gristmill_service.run.machine.decisions.resume import Checkpoint
+from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.run import Run
 
 _log = structlog.get_logger(__name__)
+# Checked for each submission, because structlog would format even lines that are not written.
+_logs = logging.getLogger(__name__).isEnabledFor
 
 T = TypeVar("T")
 
@@ -181,6 +186,8 @@ async def submit_rows(
     taken = Taken([])
     if rows.sent is not None:
         taken = await opened.submit(*rows.sent, api.gate.quota(), by_row=rows.by_row)
+        if _logs(logging.DEBUG):
+            _log_submission(run, rows.sent.steps, taken.outcomes)
     answer = rows.answer(taken)
     if answer.refused:
         _log.debug("rows refused", run=run, rows=len(answer.refused), reason=str(next(iter(answer.refused.values()))))
@@ -197,6 +204,13 @@ def _checked(run: Run, most_bytes: int, sent: Sent) -> Sent:
                 "rows per request, or raise max_message_bytes"
             )
     return Sent(run.checked(sent), sent.prefixes)
+
+
+def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:
+    """Logs the groups of a request. Their names connect the request's id to the log line of their batch's sealing."""
+    groups = sorted({str(GroupKey(*steps.key(row)[:2])) for row in range(len(steps))})
+    accepted, first = outcomes.count(Outcome.ACCEPTED), str(steps.key(0))
+    _log.debug("rows submitted", run=run, rows=len(steps), accepted=accepted, first=first, groups=groups)
 
 
 async def set_rewards(api: ApiContext, run: str, rewards: Sequence[RewardUpdate]) -> int:
@@ -249,7 +263,7 @@ async def get_shard(api: ApiContext, slot: Slot, run: str, wanted: ShardQuery, w
     question = Question(
         opened,
         lambda: waiters.shard_is_settled(*wanted),
-        lambda: opened.shard(*wanted),
+        lambda: opened.shard(*wanted, waits=wait_s > 0),
         lambda answer: answer.state is not BatchState.PENDING,
     )
     return await api.long_poll.ask(question, wait_s, slot)

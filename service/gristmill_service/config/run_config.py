@@ -257,6 +257,7 @@ class RunConfig(BaseModel):
     zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
     overlong_filter: StopReasons = Field(default=(), strict=False, max_length=1000)
     max_staleness: Versions | None = None
+    max_batches_ahead: Versions | None = None
     stale: Literal["drop", "count", "mask"] = "count"
     dp_size: Size = 1
     cp_size: Size = 1
@@ -364,6 +365,11 @@ class RunConfig(BaseModel):
     @property
     def models(self) -> tuple[Model, ...]:
         return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
+
+    @property
+    def batches_ahead(self) -> int | None:
+        """How many batches rollouts may be ahead of training; None for any number."""
+        return self.max_staleness if self.max_batches_ahead is None else self.max_batches_ahead
 
     @property
     def most_samples(self) -> int:

@@ -38,7 +38,7 @@ Changes = Mapping[str, Any]
 
 _DECIDED = """
     train_batch_size n_samples_per_prompt max_samples_per_prompt min_samples surplus step_wise columns seal_order
-    seal_by group_timeout_s tag_shares tag_timeout_s max_buffered_batches max_buffered_bytes
+    seal_by group_timeout_s tag_shares tag_timeout_s max_batches_ahead max_buffered_batches max_buffered_bytes
 """
 """The settings by which rows are sent and batches sealed: both have happened."""
 USUAL = "usual"

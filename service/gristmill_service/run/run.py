@@ -6,7 +6,6 @@ I/O and work that grows with the number of tokens run in threads; only the loop 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -46,6 +45,7 @@ from gristmill_service.run.machine.answers import (
 from gristmill_service.run.machine.decisions import aborts, admission, columns, ingest, progress, rewards, sealing
 from gristmill_service.run.machine.decisions.admission import FindQuota, Room
 from gristmill_service.run.machine.decisions.begin import begin
+from gristmill_service.run.machine.decisions.pacing import asks
 from gristmill_service.run.machine.decisions.resume import Checkpoint, resume
 from gristmill_service.run.machine.described_rows import RowKeys, values_digest
 from gristmill_service.run.machine.events import Event, GroupKey
@@ -63,8 +63,6 @@ from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardStore, is_published
 
 _log = structlog.get_logger(__name__)
-# Checked for each submission, because structlog would format even lines that are not written.
-_logs = logging.getLogger(__name__).isEnabledFor
 
 # Larger requests compute their digests in a thread; switching to one takes about 0.1 ms.
 _LARGE_BYTES = 1 << 20
@@ -198,8 +196,6 @@ class Run:
         self._sums.note(rows, taken.outcomes, sums)
         self._duplicates += taken.outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(taken.outcomes, steps)
-        if _logs(logging.DEBUG):
-            _log_submission(self.name, steps, taken.outcomes)
         return taken
 
     async def _prepared(self, table: int, steps: Steps, prefixes: Prefixes | None) -> Prepared:
@@ -251,6 +247,8 @@ class Run:
             batch_state = progress.batch_state(state, number)
             if trains is not None and batch_state is BatchState.PENDING:
                 progress.check_not_ahead(state, trains, ranks, number)
+            if trains == "policy":
+                self._writer.ask(set(ranks or range(state.dp_size)), number)
             return batch_state, state.missing(number, ranks) if batch_state is BatchState.FORWARD else []
 
         batch_state, awaits = await self._read(look_up)
@@ -260,16 +258,24 @@ class Run:
         return BatchAnswer(BatchState.PENDING) if plan is None else BatchAnswer(batch_state, plan, awaits)
 
     async def shard(
-        self, model: Model, rank: int, position: Position | None, incarnation: int, is_forward: bool = False
+        self,
+        model: Model,
+        rank: int,
+        position: Position | None,
+        incarnation: int,
+        is_forward: bool = False,
+        waits: bool = False,
     ) -> ShardAnswer:
         """Returns a rank's shard. is_forward: whether the caller accepts the forward shard while the batch waits for
-        columns."""
+        columns. waits: whether the call may wait."""
 
         def look_up(state: State) -> tuple[BatchState, Position, int]:
             progress.check_caller(state, model, rank, incarnation)
             self.monitor.asked_for_shard(state, model, rank)
             wanted = progress.next_of(state, model, rank) if position is None else position
             batch_state = progress.shard_state(state, model, rank, wanted, is_forward=is_forward)
+            if model == "policy" and asks(state, rank, position, batch_state, waits=waits):
+                self._writer.ask([rank], wanted.batch)
             return batch_state, wanted, state.models[model].incarnation
 
         batch_state, wanted, current = await self._read(look_up)
@@ -490,10 +496,3 @@ def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Open
         events.append(rollback)
         _log.error("run rolled back: its log is shorter than confirmed", run=name, run_id=log.run_id)
     return _Opened(state, rows, events)
-
-
-def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:
-    """Logs the groups of a request. Their names connect the request's id to the log line of their batch's sealing."""
-    groups = sorted({str(GroupKey(*steps.key(row)[:2])) for row in range(len(steps))})
-    accepted, first = outcomes.count(Outcome.ACCEPTED), str(steps.key(0))
-    _log.debug("rows submitted", run=run, rows=len(steps), accepted=accepted, first=first, groups=groups)

@@ -45,10 +45,10 @@ _BATCHES, _ROOM = frozenset([Topic.BATCHES]), frozenset([Topic.ROOM])
 TOPICS: dict[type[Event], frozenset[Topic]] = {
     BatchSealed: _BATCHES,
     BatchPublished: _BATCHES,
-    ModelResumed: _BATCHES,
+    ModelResumed: _BATCHES | _ROOM,
     # Wakes the superseded trainer, whose calls are refused from now on.
-    RanksBegan: _BATCHES,
-    Resized: _BATCHES,
+    RanksBegan: _BATCHES | _ROOM,
+    Resized: _BATCHES | _ROOM,
     BatchWithdrawn: _BATCHES | _ROOM,
     BatchFailed: _BATCHES | _ROOM,
     BatchGivenUp: _BATCHES | _ROOM,

@@ -8,7 +8,7 @@ and callers without an answer retry.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +21,14 @@ from gristmill_service.access.quotas import NO_LIMITS, Quota, Usage
 from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.run.capacity import RowBudget
 from gristmill_service.run.commits import Commits
+from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.codec import encode_event, encode_state
 from gristmill_service.run.machine.decisions import admission, sealing
 from gristmill_service.run.machine.decisions.admission import BytesLeft, Room
+from gristmill_service.run.machine.decisions.pacing import forget
 from gristmill_service.run.machine.events import (
     COLUMNS,
+    Acknowledged,
     BatchFailed,
     BatchFreed,
     BatchGivenUp,
@@ -34,6 +37,8 @@ from gristmill_service.run.machine.events import (
     BatchWithdrawn,
     ColumnsWritten,
     Event,
+    ModelResumed,
+    RanksBegan,
     Resized,
     RowsStored,
 )
@@ -81,7 +86,8 @@ class Writer:
     """The only code that changes the state.
 
     config: the current configuration. now: returns the time on the run's clock. closed: the error that every call
-    raises once the run is closed. on_effects: starts background work. table_numbers: numbers for new tables of rows.
+    raises once the run is closed. asked: the latest batch that each policy rank asked for since its trainer began.
+    on_effects: starts background work. table_numbers: numbers for new tables of rows.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Writer:
         self.state, self.rows, self.waiters = state, rows, Waiters()
         self.config, self.now = with_dp_size(config, state.dp_size), now
         self.closed: GristmillError | None = None
+        self.asked: dict[int, int] = {}
         self.on_effects: Callable[[Effects], None] = lambda effects: None
         self.commits = Commits(log, threads, self.lose)
         self.table_numbers = itertools.count(log.first_number)
@@ -189,8 +196,14 @@ class Writer:
                     effects.failed.append(event)
                 case BatchWithdrawn():
                     effects.builds = True
+                case Acknowledged("policy", _, Position(_, 0, 0)):
+                    # The rank is past a batch, which may be trained now.
+                    effects.topics.add(Topic.ROOM)
+                case RanksBegan() | ModelResumed():
+                    forget(self.asked, event)
                 case Resized(dp_size):
                     self.config = with_dp_size(self.config, dp_size)
+                    forget(self.asked, event)
             self._monitor.applied(event, self.state, released.rows, partial(getattr, released, "tokens"))
             if released.refs:
                 self.rows.release(released.refs)
@@ -216,6 +229,13 @@ class Writer:
         else:
             self.waiters.add(condition, wake)
 
+    def ask(self, ranks: Collection[int], batch: int) -> None:
+        """Records that policy ranks ask for a batch, so that the batches before it may count as trained."""
+        later = {rank: batch for rank in ranks if batch > self.asked.get(rank, 0)}
+        if later:
+            self.asked |= later
+            self.wake_for_room()
+
     def wake_for_room(self) -> None:
         """Wakes callers that wait for capacity, which other runs may have freed."""
         if self.waiters.waits_for(Topic.ROOM):
@@ -225,7 +245,7 @@ class Writer:
 
     def room(self) -> Room:
         """Returns the capacity for new groups."""
-        room = admission.room(self.state, self.config, self._budget.left_for(self._name))
+        room = admission.room(self.state, self.config, self._budget.left_for(self._name), self.asked)
         quota = self.quota()
         return room if quota is None else room.within(admission.quota_room(quota))
 

@@ -123,6 +123,7 @@ class State:
     failed: the reason why each failed batch could not be built. A failed batch is also in `batches` while its rows are
         kept, because it may be built for another number of ranks.
     freed: every batch before this number is freed, or failed without its rows being kept.
+    renewed: all policy ranks had acknowledged every batch before this number when the policy version was announced.
     groups_sealed: the number of groups in all sealed batches, except failed batches whose rows were dropped.
     reasons: the reasons for which trajectories were aborted, groups dropped and batches given up.
     completions, completed_bytes: how many times a group became complete, and the total bytes of those groups.
@@ -148,6 +149,7 @@ class State:
     prompts: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     freed: int = 0
+    renewed: int = 0
     schema: RowSchema = field(default_factory=RowSchema)
     policy_version: int = 0
     finished: bool = False
@@ -272,6 +274,7 @@ def apply(state: State, event: Event) -> Released:
             return _drop_group(state, event)
         case PolicyVersionAnnounced(version):
             state.policy_version = version
+            state.renewed = min(state.models["policy"].next).batch
         case RunFinished():
             state.finished = True
         case Resized(dp_size):
@@ -478,3 +481,5 @@ def _apply_progress(
             model.superseded.add(model.launch)
             model.incarnation, model.launch, model.resumed_at = incarnation, launch, position
             model.began, model.commits = {}, {}
+    # A trainer that resumes at an earlier position trains the batches after it again.
+    state.renewed = min(state.renewed, min(state.models["policy"].next).batch)

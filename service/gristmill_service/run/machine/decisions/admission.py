@@ -15,13 +15,14 @@ from gristmill_service.access.quotas import Limits, Quota
 from gristmill_service.config import MOST_TAGS, RunConfig
 from gristmill_service.pipeline.rows.validate import sizes_of
 from gristmill_service.run.machine.answers import Admission, Admissions
+from gristmill_service.run.machine.decisions import pacing
+from gristmill_service.run.machine.decisions.pacing import UNBOUNDED, Asked
 from gristmill_service.run.machine.events import GroupKey, GroupsAdmitted, GroupTagged, NewGroup, StoredRow
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import Decision, State, TagGroups
 
 RETRY_AFTER_S = 0.5
 
-UNBOUNDED = 1 << 31
 # A run does nothing else while it decides and logs a request.
 _MOST_GROUPS = 1 << 15
 _LEAST_OVERDRAFT = 1 << 20
@@ -242,9 +243,9 @@ def room_of_caller(view: View, find_quota: FindQuota | None) -> Room:
     return view.room() if find_quota is None else view.room().within(quota_room(find_quota()))
 
 
-def room(state: State, config: RunConfig, service_bytes: int) -> Room:
+def room(state: State, config: RunConfig, service_bytes: int, asked: Asked) -> Room:
     """Returns how many groups may be admitted. service_bytes: the bytes that the service's other runs leave for rows of
-    this run."""
+    this run. asked: the latest batch that each policy rank asked for."""
     promised, buffered = row_bytes_promised(state), len(state.open) + state.groups_buffered
     bounds = {
         "batches": config.max_buffered_batches * config.train_batch_size - buffered,
@@ -256,13 +257,8 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
     if needed > 0 and not state.batches:
         # There is no batch to free, so the limits must not keep the next batch from being filled.
         bounds = {name: max(groups, needed) for name, groups in bounds.items()}
-    if config.max_staleness is not None:
-        # Accepted and running groups stay within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025).
-        batches = config.max_staleness + state.policy_version + 1
-        bounds["staleness"] = batches * config.train_batch_size - len(state.open) - state.groups_sealed
-        if config.seal_by == "call":
-            # Batches have any size, so they are counted instead of their groups.
-            bounds["staleness"] = UNBOUNDED if state.batches_sealed < batches else 0
+    pace = pacing.pace(state, config, asked)
+    bounds["pace"] = pace.groups
     frees = "wait for the trainer to commit one"
     if config.seal_by == "call" and not state.batches:
         frees = "call SealBatch (seal_by: call)"
@@ -285,10 +281,7 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
                 "other runs leave; wait until batches are sealed, or raise the service's max_row_bytes"
             )
         case _:
-            reason = (
-                f"max_staleness: {config.max_staleness} at policy version {state.policy_version} allows {batches} "
-                "batches in total; wait for the trainer to announce a newer version"
-            )
+            reason = pace.reason
     return Room(max(0, bounds[name]), reason, reserved)
 
 

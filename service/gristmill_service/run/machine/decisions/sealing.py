@@ -19,7 +19,8 @@ from gristmill_service.pipeline.credit.advantage import trajectory_scores
 from gristmill_service.pipeline.rows.comparison import compared_by
 from gristmill_service.run.machine.answers import ColumnPlace, Sealed
 from gristmill_service.run.machine.decisions import progress
-from gristmill_service.run.machine.decisions.admission import RETRY_AFTER_S, UNBOUNDED, Room, lacking_tags
+from gristmill_service.run.machine.decisions.admission import RETRY_AFTER_S, Room, lacking_tags
+from gristmill_service.run.machine.decisions.pacing import UNBOUNDED
 from gristmill_service.run.machine.events import (
     BatchFailed,
     BatchPublished,
