@@ -53,6 +53,8 @@ class Trainer:
     def train(self, report: Callable[[BatchReport], None]) -> None:
         """Train on every batch of the run."""
         began = time.monotonic()
+        if self._rank == 0:
+            self._client.announce_policy_version(self._version, keep_later=True)
         for batch in self._client:
             counts = self._train_batch(batch)
             self._version += 1

@@ -57,6 +57,10 @@ class Machine:
         for event in events:
             apply(self.state, event)
             self.events.append(event)
+            self.happened(event)
+
+    def happened(self, event: Event) -> None:
+        """Called after each event."""
 
     def submit(self, rows: Sequence[Row]) -> list[str]:
         steps, number = table(*rows), next(self._tables)

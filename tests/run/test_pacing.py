@@ -6,6 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gristmill.errors import ResourceExhaustedError
 from gristmill_service.monitoring.health.health import health
@@ -13,6 +15,8 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.waiters import there_is_room
 from tests.run.harness import Bench, BuildBatch, group_rows
+from tests.run.paced_runs import outcome_of
+from tests.strategies import LAW
 
 NAMES = [f"u{number}" for number in range(40)]
 
@@ -49,6 +53,13 @@ def refusal(bench: Bench, uid: str = "next") -> str:
     return str(answer.reason)
 
 
+@settings(LAW, max_examples=2 * LAW.max_examples)
+@given(st.integers(0, 1 << 32))
+def test_nobody_waits_for_ever_and_nothing_begins_too_early_whatever_a_trainers_habits(seed: int) -> None:
+    _, outcome = outcome_of(seed)
+    assert (outcome.deadlock, outcome.beyond, outcome.replaced) == ("", 0, 0)
+
+
 class TestTrained:
     def test_a_batch_is_trained_when_a_version_was_announced_after_it_was_acknowledged(self) -> None:
         bench = paced()
@@ -75,6 +86,18 @@ class TestTrained:
             assert fill(bench) == 0, "one of two"
             ask(bench, 1, 1)
         assert fill(bench) == 1
+
+    def test_or_when_the_same_version_is_announced_again(self) -> None:
+        """A resumed trainer that begins with a version that was announced before has no other one to announce."""
+        bench = paced()
+        fill(bench)
+        bench.run.announce(1)
+        acknowledge(bench, 0)
+        bench.run.announce(1)
+        assert fill(bench) == 1
+        events = len(bench.log.events)
+        bench.run.announce(1)
+        assert len(bench.log.events) == events, "nothing new"
 
     def test_every_rank_has_to_acknowledge_it(self) -> None:
         bench = paced(dp_size=2)

@@ -217,5 +217,8 @@ def test_a_finished_run_is_said_to_be_finished(service: Service, run_name: str, 
 def test_what_would_contradict_trls_own_batching_is_refused(args: AsyncGRPOConfig) -> None:
     larger = Gristmill("here:1", "run", settings={"max_buffered_batches": 3})
     assert async_run_settings(args, larger)["max_buffered_batches"] == 3
+    own = async_run_settings(args, Gristmill("here:1", "run", settings={"max_staleness": 1}))
+    # Two groups a step: two steps that may be stale, two more of TRL and the worker, one group that is read in part.
+    assert (own["max_batches_ahead"], own["max_buffered_batches"]) == (9, 10)
     with pytest.raises(InvalidArgumentError, match="train_batch_size is fixed at 1, because AsyncGRPOTrainer selects"):
         async_run_settings(args, Gristmill("here:1", "run", settings={"train_batch_size": 4}))

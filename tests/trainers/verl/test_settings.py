@@ -177,3 +177,17 @@ def test_the_service_and_the_run_have_to_be_named(missing: str) -> None:
     config: Any = compose_config([*CPU, *SIZES, *(setting for setting in RUN if f".{missing}=" not in setting)])
     with pytest.raises(InvalidArgumentError, match=f"trainer.v1.gristmill.{missing} is not set; set the service's"):
         get_trainer_cls("gristmill")(config)
+
+
+@pytest.mark.parametrize("stale", ["drop", "mask"])
+def test_no_rollouts_are_dropped_or_masked_for_the_versions_between_two_checkpoints(stale: str) -> None:
+    def settings(max_staleness: int, stale: str) -> list[str]:
+        own = f"+trainer.v1.gristmill.settings={{max_staleness: {max_staleness}, stale: {stale}}}"
+        return ["trainer.save_freq=20", own]
+
+    with pytest.raises(
+        InvalidArgumentError, match=r"max_staleness: 4 is less than trainer.save_freq: 20.* at least 20"
+    ):
+        run_of(*settings(4, stale))
+    assert run_of(*settings(20, stale)).max_staleness == 20
+    assert run_of(*settings(4, "count")).batches_ahead == 4

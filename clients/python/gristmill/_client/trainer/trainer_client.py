@@ -269,13 +269,15 @@ class TrainerClient(Generic[S]):
         self._order.ack(position, following)
 
     def announce_policy_version(self, version: int, *, keep_later: bool = False) -> None:
-        """Announce a policy version to rollout workers, after its weights can be loaded. Idempotent. One rank calls it.
+        """Announce a policy version to rollout workers, after its weights can be loaded. Idempotent. One rank calls it:
+        before its first batch, with the version that it begins with, and between a batch's last acknowledgement and the
+        next batch, so that workers do not run ahead with weights that are about to be replaced.
 
         keep_later: do nothing if a later version was announced, for example when a trainer resumes from an earlier
             checkpoint. Otherwise FailedPreconditionError is raised, because versions never decrease.
         """
         self._order.wait_for_run()
-        if keep_later and version <= self._announced_version():
+        if keep_later and version < self._announced_version():
             return
         request = run_pb2.AnnouncePolicyVersionRequest(run=self.run, version=version)
         self._transport.call(self._transport.runs.AnnouncePolicyVersion, request)

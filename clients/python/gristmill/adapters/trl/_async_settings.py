@@ -14,8 +14,8 @@ _DECIDES = "AsyncGRPOTrainer selects the samples that are trained together"
 def async_run_settings(config: Any, gristmill: Gristmill, *, dp_size: int = 1, pad_token_id: int = 0) -> dict[str, Any]:
     """Return the settings with which a worker of this configuration creates its run, for `create_run`.
 
-    A batch is one prompt group, so that the trainer gets each group when it is complete. The run stores the groups by
-    which `max_staleness` allows the sampler to be ahead.
+    A batch is one prompt group, so that the trainer gets each group when it is complete. Rollouts may be ahead by the
+    groups that `max_staleness` allows, TRL's or the run's, in optimizer steps.
 
     config: an `AsyncGRPOConfig`. dp_size: 1, because one worker reads for all ranks.
     Raises InvalidArgumentError for settings that contradict the configuration.
@@ -23,9 +23,15 @@ def async_run_settings(config: Any, gristmill: Gristmill, *, dp_size: int = 1, p
     return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
 
 
-def _max_buffered_batches(c: Configured) -> int:
+# The worker acknowledges a step later, and TRL reads up to a step ahead.
+_STEPS_MORE = 2
+
+
+def _max_batches_ahead(c: Configured) -> int:
     rows: int = c["per_device_train_batch_size"] * c["gradient_accumulation_steps"] * c["world_size"]
-    groups: float = (c["max_staleness"] + 1) * rows / c["num_generations"]
+    steps = min(c["max_staleness"], c.gristmill.settings.get("max_staleness", c["max_staleness"])) + 1 + _STEPS_MORE
+    # The last group of a step may be read in part.
+    groups: float = steps * rows / c["num_generations"]
     return ceil(groups) + 1
 
 
@@ -35,7 +41,8 @@ _ROWS: tuple[Row, ...] = (
     Fixed("policy_mini_batch_size", 1, _DECIDES),
     Fixed("micro_batch", {"count": 1}, _DECIDES),
     Fixed("layout", "packed", "samples are read from rows without padding"),
-    Default("max_buffered_batches", _max_buffered_batches),
+    Default("max_batches_ahead", _max_batches_ahead),
+    Default("max_buffered_batches", lambda c: _max_batches_ahead(c) + 1),
 )
 
 _TABLE = SettingsTable("AsyncGRPOTrainer", _ROWS, rollouts=("workers",))

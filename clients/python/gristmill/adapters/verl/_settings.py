@@ -177,6 +177,15 @@ _ROWS: tuple[Row, ...] = (
     Default("step_wise", lambda c: True),
     Default("max_buffered_batches", _max_buffered_batches),
     *refuse_row_padding("verl"),
+    RefuseSetting(
+        "max_staleness",
+        lambda value, c: c.gristmill.settings.get("stale", "count") != "count" and value < c["trainer.save_freq"],
+        lambda c: (
+            f"is less than trainer.save_freq: {c['trainer.save_freq']}, the steps by which the version grows with each "
+            "checkpoint, so that every rollout before it would be stale"
+        ),
+        lambda c: f"set it to at least {c['trainer.save_freq']}, use stale: count, or save more often",
+    ),
     RefuseSetting("columns", is_given, "is not supported: verl's workers get no other columns", "omit it"),
     RefuseSetting(
         "loss_reduction",

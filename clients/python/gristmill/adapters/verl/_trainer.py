@@ -129,6 +129,7 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
             auto_commit=self.config.trainer.save_freq <= 0,
         )
         self._session.resume(states)
+        self._session.announce(self.global_steps)
 
     def _saved_states(self) -> States | None:
         """Return the states in the checkpoint; None if training starts from the beginning."""

@@ -37,7 +37,7 @@ def trained(state: State, asked: Asked) -> int:
     acknowledged = settle(state, "policy", min(positions)).batch
     if acknowledged <= state.renewed:
         return state.renewed
-    asked_by_all = min(max(asked.get(rank, 0), _reached(position)) for rank, position in enumerate(positions))
+    asked_by_all = min(max(asked.get(rank, 0), _reached(state, position)) for rank, position in enumerate(positions))
     return max(state.renewed, min(acknowledged, asked_by_all))
 
 
@@ -87,16 +87,21 @@ def _waits_for(state: State, batch: int, asked: Asked) -> str:
     behind = [rank for rank, position in enumerate(positions) if position.batch <= batch]
     if behind:
         return f"wait until policy {_ranks(behind)} acknowledged batch {batch}"
-    silent = [rank for rank, position in enumerate(positions) if max(asked.get(rank, 0), _reached(position)) <= batch]
+    silent = [
+        rank for rank, position in enumerate(positions) if max(asked.get(rank, 0), _reached(state, position)) <= batch
+    ]
     return (
         f"batch {batch} is acknowledged, and counts as trained when a policy version is announced, or policy "
         f"{_ranks(silent)} asked for a later batch; wait for either"
     )
 
 
-def _reached(position: Position) -> int:
-    """Returns the latest batch that a rank at this position must have asked for."""
-    return position.batch if position > Position(position.batch) else position.batch - 1
+def _reached(state: State, position: Position) -> int:
+    """Returns the latest batch that a rank at this position must have asked for. Failed batches were passed over."""
+    reached = position.batch if position > Position(position.batch) else position.batch - 1
+    while reached in state.failed:
+        reached -= 1
+    return reached
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

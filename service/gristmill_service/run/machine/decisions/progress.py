@@ -258,12 +258,14 @@ def _committed_by_rank(state: State, model: Model, rank: int, position: Position
 
 
 def announce(state: State, version: int) -> Decision[None]:
-    """Raises the policy version."""
+    """Raises the policy version. The current one again, after more batches were acknowledged, says that their weights
+    are out as well."""
     if version < state.policy_version:
         raise FailedPreconditionError(
             f"policy version {version} is lower than the current {state.policy_version}; announce a higher version"
         )
-    return [PolicyVersionAnnounced(version)] if version > state.policy_version else [], lambda _: None
+    is_new = version > state.policy_version or min(state.models["policy"].next).batch > state.renewed
+    return [PolicyVersionAnnounced(version)] if is_new else [], lambda _: None
 
 
 def freed(state: State) -> list[Event]:
