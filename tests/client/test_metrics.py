@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gristmill import RolloutClient, TrainerClient
-from gristmill.errors import FailedPreconditionError
+from gristmill._client.trainer.batch import batch_metrics
+from gristmill._wire.rows import from_rows
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline.plan_document import encode_plan
 from tests.on_loop import Service
+from tests.reference_model.drawing import drawn
 from tests.rows import make_config
 
 CONFIG = make_config(
@@ -56,3 +66,25 @@ def test_the_prefix_may_be_another(service: Service, run_name: str) -> None:
             trainer.metrics()
         next(iter(trainer))
         assert trainer.metrics(prefix="")["rows"] == 2
+
+
+def documented() -> list[str]:
+    """The names in the guide's table, with words in capitals as patterns."""
+    text = (Path(__file__).parents[2] / "docs/guides/own-trainer.md").read_text(encoding="utf-8")
+    names = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)))
+    return [re.sub(r"\b[A-Z]+\b", "[^/]+", name) for name in names]
+
+
+def test_the_guide_names_every_metric() -> None:
+    names = set()
+    for seed in range(60):
+        rows, config = drawn(f"metrics {seed}")
+        parsed = parse_config(config)
+        # A file may have several batches; names are those of the first.
+        uids = list(dict.fromkeys((row.get("round", 0), row["uid"]) for row in rows))[: parsed.train_batch_size]
+        first = [row for row in rows if (row.get("round", 0), row["uid"]) in uids]
+        with suppress(InvalidArgumentError):
+            plan = build_batch(from_rows(first, step_wise=parsed.step_wise), parsed, run="r", batch=0).plan
+            names |= batch_metrics(json.loads(encode_plan(plan)), 0.0, "").keys()
+    assert len(names) > 30
+    assert [name for name in sorted(names) if not any(re.fullmatch(one, name) for one in documented())] == []

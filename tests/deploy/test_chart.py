@@ -199,3 +199,8 @@ def test_without_them_the_service_is_configured_so_that_its_network_is_trusted()
 
 def test_a_scraper_without_a_token_is_refused_before_its_target_is_down() -> None:
     assert "access.scrapeTokenSecret" in refusal(*REDIS, *ACCESS, "--set", "monitoring.monitor=true")
+
+
+@pytest.mark.parametrize("flags", ["monitoring.monitor=true", "access.tokensSecret=tokens"])
+def test_a_scrapers_token_that_nothing_asks_for_is_refused(flags: str) -> None:
+    assert "access.scrapeTokenSecret is for" in refusal(*REDIS, "--set", f"access.scrapeTokenSecret=scraper,{flags}")

@@ -151,6 +151,14 @@ def test_the_images_requirements_are_complete(version: str) -> None:
                         assert canonicalize_name(wanted.name) in pins(), f"{name} needs {wanted}"
 
 
+def test_the_trainers_job_of_the_documentation_is_valid() -> None:
+    [text] = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/kubernetes.md").read_text(), re.DOTALL | re.MULTILINE)
+    job = only(validate.resources(text), "Job")
+    assert [*validate.schema_errors(job), *validate.server_errors(job)] == []
+    (container,) = pod(job)["containers"]
+    assert {one["name"] for one in container["env"]} == {"GRISTMILL_ADDRESS", "GRISTMILL_TOKEN"}
+
+
 def test_the_documentation_names_every_value() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     guide = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")

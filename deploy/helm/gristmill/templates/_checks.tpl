@@ -26,6 +26,7 @@
 {{- define "gristmill.checkAccess" -}}
 {{- $access := .Values.access -}}
 {{- if and $access.tokensSecret .Values.monitoring.monitor (not $access.scrapeTokenSecret) }}{{ fail "with access.tokensSecret, Prometheus needs a token too; set access.scrapeTokenSecret, or monitoring.monitor: false" }}{{ end -}}
+{{- if and $access.scrapeTokenSecret (not (and $access.tokensSecret .Values.monitoring.monitor)) }}{{ fail "access.scrapeTokenSecret is for a monitor of a service with tokens; set access.tokensSecret and monitoring.monitor, or unset it" }}{{ end -}}
 {{- if and $access.certificate.issuer (not $access.tlsSecret) }}{{ fail "access.certificate.issuer needs access.tlsSecret: the name of the secret that cert-manager creates" }}{{ end -}}
 {{- if and .Values.settings.proxy_user_header (not $access.tokensSecret) }}{{ fail "settings.proxy_user_header needs access.tokensSecret, which defines what users may do" }}{{ end -}}
 {{- if and .Values.settings.jwks (not $access.tokensSecret) }}{{ fail "settings.jwks needs access.tokensSecret, which defines what the tokens' subjects may do" }}{{ end -}}
