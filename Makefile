@@ -47,7 +47,7 @@ build/axe/axe.min.js: Makefile
 pictures: dev  ## Take pictures of every view of the page: build/pictures, and those of the documents
 	$(BIN)/python -m tests.tools.pictures
 
-demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
+demo: setup  ## Watch a small multi-turn RL run train through gristmill (3 to 5 minutes)
 	$(BIN)/python clients/demo
 
 test: dev  ## Run all tests but the slow ones: 8 minutes on two cores

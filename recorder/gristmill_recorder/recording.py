@@ -287,7 +287,8 @@ def over(entry: Entry) -> TrajectoryOver:
 
 
 def check_not_ended(entry: Entry) -> None:
-    """Raises Conflict if the trajectory has ended: then only the service can abort it, unless it refused its steps."""
+    """Raises Conflict if the trajectory has ended and the service accepted its steps: only the service can abort it
+    then."""
     if entry.is_ended and not entry.outcome.startswith((REFUSED, ABORTED)):
         raise Conflict(f"{entry.name}: it has ended; call abort_trajectory of RolloutClient to abort it")
 

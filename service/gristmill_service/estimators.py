@@ -319,9 +319,9 @@ def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float | Float64s) 
     bounds: int64 (runs + 1,): run r has the numbers `bounds[r]:bounds[r + 1]`. A run's result does not depend on
         others. decay: of all numbers, or one per number.
 
-    Runs are cut into pieces, from their ends. The sums of all pieces are extended by one number at a time, from the
-    last to the first, with one operation for all; then each piece of a run gets its share of the sum after it. The
-    result of a run within one piece equals that of a plain loop; longer ones differ by rounding.
+    Runs are cut into pieces, from their ends. All pieces are summed at the same time, one number per step, from the
+    last to the first. Then the decayed sum of the pieces after it is added to each piece of a run. The result of a
+    run within one piece equals that of a plain loop; longer ones differ by rounding.
     """
     sums = numbers.copy()
     _sum_up(sums, bounds, decay)
@@ -382,7 +382,7 @@ def _add_up_pieces(sums: Float64s, bounds: Int64s) -> None:
 
 
 def _join_pieces(sums: Float64s, powers: Float64s, decay: float | Float64s) -> None:
-    """Adds to each piece of a run its share of the sum after it, the last piece first, in place.
+    """Adds to each piece of a run the decayed sum of the pieces after it, the last piece first, in place.
 
     powers: of a decay of all numbers, (PIECE,), in descending order; not read if each number has its own decay.
     """

@@ -76,7 +76,7 @@ def documented() -> list[str]:
 
 
 def test_the_guide_names_every_metric() -> None:
-    names = set()
+    names: set[str] = set()
     for seed in range(60):
         rows, config = drawn(f"metrics {seed}")
         parsed = parse_config(config)

@@ -81,7 +81,7 @@ class ResponsesForm(ChatForm):
         return TranslatedStream(self, ResponseWriter(self))
 
     def response(self, answer: Completion, status: str = "") -> Document:
-        """Returns the answer as a response. status: of one that has not ended."""
+        """Returns the answer as a response. status: set while the answer is incomplete."""
         reason = None if answer.finish in _WHOLE else _REASONS.get(answer.finish, answer.finish)
         return {
             **self._repeated,
@@ -195,7 +195,7 @@ def _members(tool: Document) -> Iterator[Document]:
 
 
 def _full_name(tool: Mapping[str, Any]) -> str:
-    """Returns the name of a tool, or of a call of one, in a chat completion, which has no namespaces."""
+    """Returns a chat completion's name of a tool or call: namespace and name joined."""
     return "__".join(tool[name] for name in _NAMES if tool.get(name))
 
 

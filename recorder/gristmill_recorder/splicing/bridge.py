@@ -106,7 +106,7 @@ def end_probes(after_answer: Sequence[Document]) -> list[list[Document]]:
 
 
 def end_of_turn(renderings: Sequence[Tokens]) -> set[int]:
-    """Returns the token that ends an answer in the template, or nothing: some templates only begin the next turn."""
+    """Returns the token that ends an answer in the template, or nothing for templates without an end of turn."""
     first, second, continued, also_continued = renderings
     shared = _common_beginning(_common_ending(first, second), _common_ending(continued, also_continued))
     return {*shared[:1]}

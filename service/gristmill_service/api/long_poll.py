@@ -1,7 +1,7 @@
 """Calls that wait for a run to change. A wait is a coroutine, which is cancelled when its caller disconnects.
 
-A waiting call sleeps until its run wakes it, then reads again. It continues to wait if another caller was faster, so
-that the answer is not settled.
+A waiting call sleeps until its run wakes it, then reads again. If another caller was faster and there is nothing to
+return, it continues to wait.
 """
 
 from __future__ import annotations

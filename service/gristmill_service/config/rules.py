@@ -272,7 +272,7 @@ def _check_columns(config: RunConfig) -> None:
         if isinstance(config.estimator, TokenEstimator):
             raise InvalidArgumentError(
                 f"kl_in_reward: column has a sum per row, and advantage_estimator: {config.advantage_estimator} needs "
-                "the KL of each token, whatever rows the steps became; give estimator: k1, k2 or k3"
+                "the KL of each token; give estimator: k1, k2 or k3"
             )
         _check_declared(config, kl.column, "row", "kl_in_reward reads a row's KL from it")
         _check_summed(config, kl.column)
@@ -295,7 +295,7 @@ def _check_lambda(config: RunConfig) -> None:
         if any(column.name == name for column in config.written_columns):
             raise InvalidArgumentError(
                 f"columns: {name} has source: trainer, so it has one value per row, and lambda reads one per step, "
-                "whatever rows the steps became; leave source out, so that rollouts send it"
+                "also of merged steps; leave source out, so that rollouts send it"
             )
 
 

@@ -121,7 +121,10 @@ def parse_changes(text: str) -> Changes:
     """Parses settings such as `advantage_estimator=rloo,whiten=batch`; values are YAML."""
     names, changes = _parsed("{" + _ASSIGNED.sub(r"\1 \2: ", text) + "}") if len(text) <= _LONGEST else ([], {})
     if not changes or not changes.keys() <= {match[2] for match in _ASSIGNED.finditer(text)}:
-        raise InvalidArgumentError(f"{shown(text)} is not a list of settings; write NAME=VALUE, separated by commas")
+        raise InvalidArgumentError(
+            f"{shown(text)} is not a list of settings; write NAME=VALUE, separated by "
+            "commas, and all parts of a setting as in micro_batch={max_tokens: 2048}"
+        )
     if len(changes) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(f"{text!r} sets {twice} twice; write its other value as another alternative")
@@ -129,8 +132,8 @@ def parse_changes(text: str) -> Changes:
 
 
 def _parsed(document: str) -> tuple[list[str], dict[str, Any]]:
-    """Returns a YAML mapping and all names in it. Both are empty for other text, for values that JSON does not have,
-    and for aliases, with which a short text may become a very long one."""
+    """Returns all names in a YAML mapping, and the mapping. Both are empty if the text is no mapping, has values that
+    JSON does not have, or has aliases, because a short text with aliases may expand to a very long one."""
     try:
         root = yaml.compose(document, yaml.SafeLoader)
         if root is None or any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(document, yaml.SafeLoader)):

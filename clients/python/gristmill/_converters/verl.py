@@ -108,7 +108,7 @@ def from_verl(
 class _Batch:
     """Reads rows of a batch.
 
-    tensors: by name, arrays or lists with one entry per row. others: by name, other entries, with one per row.
+    tensors: by name, arrays or lists with one entry per row. others: what is not a tensor, by name; one entry per row.
     """
 
     tensors: Mapping[str, Any]

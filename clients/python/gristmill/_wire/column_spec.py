@@ -217,9 +217,9 @@ class ColumnSpec:
         elif array.shape == (0,):
             return self.empty()
         if not array.ndim or array.shape[1:] != self.shape:
-            actual = list(array.shape[1:]) if array.ndim else "of a single number"
+            actual = f"has values of shape {list(array.shape[1:])}" if array.ndim else "is a single number"
             raise InvalidArgumentError(
-                f"{where}: {self.name} has values of shape {actual}, but the column declares {list(self.shape)}; pass "
+                f"{where}: {self.name} {actual}, but the column declares shape {list(self.shape)} for each value; pass "
                 f"{_OF_SCOPE[self.scope]}"
             )
         if array.dtype == self.storage:

@@ -147,7 +147,7 @@ def _check_ragged(table: Steps, column: ColumnSpec) -> None:
         if not len(of_row) or of_row[0] or of_row[-1] != totals[row] or (of_row[1:] < of_row[:-1]).any():
             raise InvalidArgumentError(
                 f"{table.name(row)}: {column.offsets_column.name} does not split the {totals[row]} values of "
-                f"{column.name} by token; send the start index of each token's values, and the total number"
+                f"{column.name} by token; send the index where each token's values start, then the total"
             )
     if column.partial:
         _check_starts(table, column, given, counts, tokens)

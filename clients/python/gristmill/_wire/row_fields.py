@@ -1,4 +1,4 @@
-"""The fields of rows, from which tables, messages, rows that are mappings, stored tables and digests are built."""
+"""The one list of row fields. Tables, messages, mappings, stored tables and digests are built from it."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _of_tokens(row: Mapping[str, Any], ragged: Sequence[ColumnSpec], position: i
         except TypeError:
             raise InvalidArgumentError(
                 f"{describe(row, position)}: {column.name} is not a list of lists; pass one list per token, or all "
-                f"values in one list and {name}: the start index of each token's values, and the total number"
+                f"values in one list and {name}: the index where each token's values start, then the total"
             ) from None
     return made
 

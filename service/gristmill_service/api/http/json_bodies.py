@@ -71,7 +71,7 @@ def _read(row: msgspec.Raw, number: int) -> Any:
 
 
 def _rows_of_python(body: bytes, error: Exception) -> tuple[list[Any], bool]:
-    """Parses a document that orjson rejects, such as one with NaN, with Python's parser, to name the row."""
+    """Parses with Python's parser what orjson rejects, such as NaN, so that the error names the row."""
     if len(body) <= _MOST_BYTES:
         with suppress(ValueError, RecursionError):
             document = json.loads(body)

@@ -278,8 +278,8 @@ Labels = dict[str, NDArray[Any]]
 
 def row_labels(scored: ScoredBatch) -> Labels:
     """Returns each row's uid, round and stop reason; its tag if any group has one; its trajectory's reward components,
-    agent and episode if trajectories have them; the keys of its steps if steps have them; and with `layout:
-    prefix_tree` the length of its response, which no mask shows then. (rows + 1,) each, the padding row's last."""
+    agent and episode if trajectories have them; and the keys of its steps if steps have them. With `layout:
+    prefix_tree`, where no mask shows it, also the length of its response. (rows + 1,) each, the padding row last."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
     # Includes dropped groups, so that a search for one does not find padding.

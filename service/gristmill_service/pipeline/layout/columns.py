@@ -126,8 +126,8 @@ class Placement:
         }
 
     def left_out(self, scope: Scope) -> Int64s | None:
-        """The elements that are left out at the beginning of each row, its lead included; (n,); None without
-        sharing."""
+        """How many elements at the beginning of each row, including its lead, are not laid out; (n,). None if rows
+        share no tokens."""
         if self.shared is None:
             return None
         # A row's lead, its prompt, may be laid out in part, unless rows have none.

@@ -308,8 +308,8 @@ def _widths(
 
 
 def cp_barrier_ratio(shards: Sequence[Shard], cp_size: int) -> float:
-    """Returns the attention of the slowest context-parallel rank divided by a rank's mean, over the micro-batches of
-    the policy's shards; 1 if ranks never wait for one another."""
+    """Returns how much slower attention is than with equal loads: the largest cost of a context-parallel rank, over
+    the mean of all ranks, summed over the micro-batches of the policy's shards. 1: no rank waits for another."""
     axes = []
     for shard in shards:
         placement = shard.placed.placement

@@ -77,7 +77,7 @@ class Rows:
 
     @property
     def observed(self) -> Int64s:
-        """How many observation tokens precede each visit, after the visit before it; int64 (visits,)."""
+        """How many observation tokens are between each visit and the previous one of its row; int64 (visits,)."""
         ends_before = np.append(0, self.ends)[:-1]
         ends_before[self.edges[:-1]] = 0
         observed: Int64s = self.starts - ends_before

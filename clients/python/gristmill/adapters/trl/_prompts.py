@@ -1,4 +1,4 @@
-"""Reads the prompts of TRL's data set in TRL's order, beginning with any batch."""
+"""Reads the prompts of TRL's data set in TRL's order, from a given batch on."""
 
 from __future__ import annotations
 

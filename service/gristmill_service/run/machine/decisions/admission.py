@@ -462,7 +462,7 @@ class NamedTags:
         return not known
 
     def events(self, admitted: Iterable[NewGroup]) -> list[GroupTagged]:
-        """Returns the events that set tags of open groups. admitted: new groups, which begin with their tags."""
+        """Returns the events that tag groups that are open already. admitted: the new groups, which have their tags."""
         new = {group.key for group in admitted}
         return [GroupTagged(key, tag) for key, tag in self.names.items() if key in self._state.open and key not in new]
 
