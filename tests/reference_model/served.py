@@ -20,7 +20,7 @@ _numbers = itertools.count()
 # What rows and announced versions are at most behind.
 NEWEST = 4
 # What the service computes with, and trainers may write.
-_CREDIT = {"values", "old_logprobs", "ref_logprobs", "kl_sum", "sum_pi_squared"}
+_CREDIT = {"values", "old_logprobs", "ref_logprobs", "kl_sum", "sum_pi_squared", "next_value"}
 
 
 class ByService:
@@ -154,7 +154,7 @@ def _forward(want: Expected, config: Config) -> Expected:
     kl, estimator = config["kl_in_reward"], config["advantage_estimator"]
     of_rewards = {config["kl_from"], "ref_logprobs"} if kl is not None and "estimator" in kl else set()
     of_rows = {kl["column"]} if kl is not None and "column" in kl else set()
-    of_credit = of_rewards | of_rows | ({"values"} if estimator == "gae" else set())
+    of_credit = of_rewards | of_rows | ({"values", "next_value"} if estimator == "gae" else set())
     of_credit |= {"old_logprobs", "sum_pi_squared"} if estimator == "otb" else set()
     gone = lacking | ({"rewards"} if lacking & of_rewards else set())
     gone |= {"advantages", "returns"} if lacking & of_credit else set()

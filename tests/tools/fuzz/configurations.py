@@ -22,6 +22,13 @@ _MORE: list[dict[str, Any]] = [
         "step_wise": True,
         "step_groups": {"key": "step_key", "omega": 0.5},
     },
+    {
+        "advantage_estimator": "gae",
+        "bootstrap": {"column": "next_value", "stop_reasons": ["length"]},
+        "columns": [_TRAINERS | {"name": "values"}, _TRAINERS | {"name": "next_value", "scope": "row"}],
+        "loss_reduction_over": "trained",
+    },
+    {"advantage_estimator": "rloo", "rloo_norm_by_std": True},
     {"advantage_estimator": "rae", "rae": {"decay": 0.5}, "episode_agents": ["solver"]},
     {"length_penalty": {"output_tokens": 0.1, "turns": 0.5}},
     {"advantage_estimator": "gdpo", "component_weights": {"format": 0.5}, "whiten": "trajectories"},

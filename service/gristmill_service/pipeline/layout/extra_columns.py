@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -175,50 +175,71 @@ def _given_pieces(steps: Steps, rows: Rows, starts: Int64s, counts: Int64s, *, i
 
     starts, counts: int64 (steps,), each step's first token with a value, and how many have one.
     """
-    lows, ends = starts.tolist(), (starts + counts).tolist()
+    after = starts + counts
     # A step's tokens after its end, of which a later step has others, are not the row's.
-    highs = np.minimum((starts + counts)[rows.steps], rows.per_visit(rows.prompt_lengths) + rows.ends).tolist()
+    highs = np.minimum(after[rows.steps], rows.per_visit(rows.prompt_lengths) + rows.ends)
+    visits = list(zip(rows.steps.tolist(), starts[rows.steps].tolist(), highs.tolist(), strict=True))
     edges, made, order = [0], list[tuple[int, int, int]](), 1 if is_first else -1
+    prefixes = _CommonPrefixes(steps.tokens)
     for row, (length, last) in enumerate(zip(rows.lengths.tolist(), rows.last.tolist(), strict=True)):
-        visits = slice(rows.edges[row], rows.edges[row + 1])
-        path = rows.steps[visits].tolist()
-        own = [(step, lows[step], high) for step, high in zip(path, highs[visits], strict=True)]
-        pieces, gaps = _covered(own[::order], [(0, length)])
-        if gaps and len(path) <= steps.steps[last]:
-            others = sorted({*range(last - int(steps.steps[last]), last)}.difference(path))
-            more, gaps = _covered(
-                [(step, lows[step], ends[step]) for step in others[::order]], gaps, steps.tokens, last
-            )
+        path = visits[rows.edges[row] : rows.edges[row + 1]]
+        pieces, gaps = _covered(path[::order], [(0, length)])
+        first = last - int(steps.steps[last])
+        if gaps and len(path) <= last - first:
+            earlier = np.setdiff1d(np.arange(first, last), [step for step, _, _ in path])[::order]
+            common = np.minimum(after[earlier], prefixes.of(first, last)[earlier - first])
+            sources = zip(earlier.tolist(), starts[earlier].tolist(), common.tolist(), strict=True)
+            more, gaps = _covered(sources, gaps)
             pieces += more
         made += sorted([*pieces, *((NONE, begin, end) for begin, end in gaps)], key=itemgetter(1))
         edges.append(len(made))
-    of_steps, begins, upto = np.array(made, np.int64).reshape(-1, 3).T
-    return _Pieces(np.array(edges), of_steps, begins, upto, starts)
+    of_steps, begins, ends = np.array(made, np.int64).reshape(-1, 3).T
+    return _Pieces(np.array(edges), of_steps, begins, ends, starts)
 
 
 def _covered(
-    sources: Sequence[tuple[int, int, int]], gaps: list[tuple[int, int]], tokens: Ragged | None = None, last: int = NONE
+    sources: Iterable[tuple[int, int, int]], gaps: list[tuple[int, int]]
 ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
     """Returns the pieces (step, begin, end) of the gaps that sources have values for, and the gaps that remain.
 
-    sources: each step's range of values (step, begin, end); the first that has a token gives its value. tokens, last:
-    values of a step count only for the tokens that it has in common with the step `last`; None: all do.
+    sources: each step's range of values (step, begin, end); the first that has a token gives its value.
     """
     pieces = list[tuple[int, int, int]]()
     for step, low, high in sources:
-        if not any(max(begin, low) < min(end, high) for begin, end in gaps):
-            continue
-        upto = high if tokens is None else min(high, common_prefix(tokens[step], tokens[last]))
         open_gaps = []
         for begin, end in gaps:
-            first, after = max(begin, low), min(end, upto)
-            if first >= after:
+            first, last = max(begin, low), min(end, high)
+            if first >= last:
                 open_gaps.append((begin, end))
                 continue
-            pieces.append((step, first, after))
-            open_gaps += [gap for gap in ((begin, first), (after, end)) if gap[0] < gap[1]]
+            pieces.append((step, first, last))
+            open_gaps += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
         gaps = open_gaps
     return pieces, gaps
+
+
+class _CommonPrefixes:
+    """How many first tokens the steps of a trajectory have in common, one trajectory after another."""
+
+    def __init__(self, tokens: Ragged) -> None:
+        self._tokens, self._first = tokens, NONE
+        self._of_steps: list[Int64s] = []
+
+    def of(self, first: int, step: int) -> Int64s:
+        """Returns how many tokens a step has in common with each earlier one. first: the trajectory's first step."""
+        if first != self._first:
+            self._first, self._of_steps = first, [np.empty(0, np.int64)]
+        for at in range(first + len(self._of_steps), step + 1):
+            before, shared = self._of_steps[-1], self._common(at - 1, at, 0)
+            commons = np.append(np.minimum(before, shared), shared)
+            # What the step before has in common with an earlier one decides, unless it ends where the two differ.
+            for other in np.flatnonzero(before == shared).tolist():
+                commons[other] += self._common(first + other, at, shared)
+            self._of_steps.append(commons)
+        return self._of_steps[step - first]
+
+    def _common(self, one: int, other: int, begin: int) -> int:
+        return common_prefix(self._tokens[one][begin:], self._tokens[other][begin:])
 
 
 def _last_pieces(rows: Rows, missing: Int64s) -> _Pieces:
