@@ -317,12 +317,29 @@ def test_a_trainer_that_never_commits_is_stuck(watched: Make) -> None:
     one.after(500)
     one.train(commit=False)
     one.after(50)
-    assert (one.health().state, one.health().summary) == ("training", "1 batch trained and not committed")
+    assert one.health().state == "training"
+    assert one.health().summary.startswith("1 batch trained and not committed; workers wait for capacity: max_buffered")
     one.after(15)
     [(level, text, seconds)] = one.worst()
     assert (one.health().state, level, seconds) == ("stuck", "stuck", 65.0)
     assert text.startswith("workers wait for capacity, and ranks for a batch: max_buffered_batches: 1")
     assert "wait for the trainer to commit one" in text
+
+
+def test_pacing_that_stops_workers_is_named_at_once_and_stuck_after_a_minute(watched: Make) -> None:
+    one = watched(max_batches_ahead=0)
+    one.seal("a", "b")
+    one.train()
+    pacing = (
+        "max_batches_ahead: 0 allows 2 untrained groups: 0 are open, and 2 in sealed batches; batch 0 is acknowledged"
+    )
+    assert one.health().state == "idle"
+    assert one.health().summary.startswith(f"no group is open; workers wait for capacity: {pacing}")
+    one.after(61)
+    [(level, text, _)] = one.worst()
+    assert (level, text[:80]) == ("stuck", f"workers wait for capacity, and ranks for a batch: {pacing}"[:80])
+    one.run.announce(1)
+    assert (one.health().state, one.health().summary) == ("idle", "no group is open: no rollouts come")
 
 
 def test_groups_that_are_open_for_long_are_reported_oldest_first(watched: Make) -> None:

@@ -131,10 +131,8 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
                 f"{opened} {'group is' if opened == 1 else 'groups are'} open, {facts.counts.groups_complete} complete"
             )
             return f"{text}; {facts.lacking}" if facts.lacking else text
-        case "idle" if not facts.room.groups:
-            return f"no group is open, and workers wait for capacity: {facts.room.reason}"
         case "idle":
-            return "no group is open: no rollouts come"
+            return f"no group is open{_no_room(facts) or ': no rollouts come'}"
         case "finished":
             text = f"finished, {_count(facts.counts.batches_freed - facts.counts.batches_failed, 'batch')} trained"
             incomplete = facts.counts.groups_dropped.get("finished", 0)
@@ -164,12 +162,17 @@ def _training(facts: RunFacts) -> str:
             return f"batch {facts.building} is being built"
         if facts.awaiting is not None:
             return _awaited(facts.awaiting)
-        return f"{_count(facts.held, 'batch')} trained and not committed"
+        return f"{_count(facts.held, 'batch')} trained and not committed{_no_room(facts)}"
     least, model, rank = min(
         (position, model.model, rank) for model in facts.models for rank, position in enumerate(model.next)
     )
     waits = "workers wait for the trainer: " if not facts.room.groups and not facts.counts.finished else ""
     return f"{waits}{_count(facts.held, 'batch')} not committed, {model} rank {rank} is at {_place(least)}"
+
+
+def _no_room(facts: RunFacts) -> str:
+    """Returns why workers cannot begin a group, as a part of a sentence; empty if they can."""
+    return "" if facts.room.groups or facts.counts.finished else f"; workers wait for capacity: {facts.room.reason}"
 
 
 def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
