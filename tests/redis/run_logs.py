@@ -29,10 +29,6 @@ def same(one: Stored, other: Steps) -> bool:
     return list(to_rows(steps_of(one))) == list(to_rows(other))
 
 
-def whole(number: int, steps: Steps) -> bool:
-    return True
-
-
 def keys(store: RedisRunStore) -> set[str]:
     client: Client = store._client
     return {key.decode() for key in client.scan_iter(match="*") if b":probe" not in key}

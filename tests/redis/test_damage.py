@@ -12,7 +12,7 @@ from gristmill.errors import AlreadyExistsError, FailedPreconditionError, Invali
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.run_store import LogLostError, Replay
-from tests.redis.run_logs import SHORT_S, Join, any_table, keys, started, stored, whole
+from tests.redis.run_logs import SHORT_S, Join, any_table, keys, started, stored
 from tests.redis.servers import RedisServer, wait_until
 
 Spoil = Callable[[Any, Any], object]
@@ -235,7 +235,7 @@ class TestRollback:
         log.close()
         log = reader.open("run")
         assert log.replay().is_short(), "until the log goes on"
-        assert log.retain(set(), whole) == set()
+        assert log.retain(set()) == set()
         log.append(b"goes on", {})
         log.note_generation(4)
         log.flush()

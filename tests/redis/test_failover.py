@@ -134,7 +134,7 @@ class Writer:
         self._log.close()
         again = reopened(self._store)
         again.replay()
-        return again.retain({self._tables[record] for record in self.acknowledged}, lambda *_: True)
+        return again.retain({self._tables[record] for record in self.acknowledged})
 
     def stop(self) -> list[bytes]:
         self._stopped.set()

@@ -18,7 +18,7 @@ from gristmill_service.storage.redis import old_format
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.row_tables import steps_of
 from tests.formats import kept
-from tests.redis.run_logs import PREFIX, Join, any_table, keys, same, started, whole
+from tests.redis.run_logs import PREFIX, Join, any_table, keys, same, started
 from tests.redis.servers import RedisServer
 
 FIXTURE = Path(__file__).parents[1] / "formats" / "fixtures" / "redis-1.1.2.2.json"
@@ -56,7 +56,7 @@ def check(store: RedisRunStore) -> None:
     assert (log.config, log.run_id) == (b'{"dp_size":2}', "nonce")
     replay = log.replay()
     assert (replay.snapshot, list(replay.records), replay.is_short()) == (b"all before ", [b"one", b"two"], False)
-    assert log.retain({1, 2, 3}, whole) == {3}
+    assert log.retain({1, 2, 3}) == {3}
     assert same(log.get(1), any_table(1, 2))
     assert same(log.get(2), any_table(2, 200))
     log.append(b"three", {log.first_number: any_table()})
@@ -68,7 +68,7 @@ def test_it_is_converted_once(store: RedisRunStore, old: Any) -> None:
     log = store.open("run")
     store.sweep(["run"])
     assert started(log) == [b"one", b"two", b"three"]
-    assert log.retain({1, 2, 5}, whole) == {5}
+    assert log.retain({1, 2, 5}) == {5}
     store.sweep(["run"])
     parts = {key.removeprefix(f"{TAG}:") for key in keys(store)} - {f"{PREFIX}:runs"}
     assert {part.partition(":")[0] for part in parts} == {"config", "head", "log", "owner", "snapshot", "rows"}
@@ -80,7 +80,7 @@ def test_large_tables_are_cut_again(store: RedisRunStore, old: Any) -> None:
     check(store)
     check_again = store.open("run")
     assert started(check_again) == [b"one", b"two", b"three"]
-    assert check_again.retain({1, 2}, whole) == set()
+    assert check_again.retain({1, 2}) == set()
 
 
 @pytest.mark.parametrize("step", ["_move_rows", "delete_old"])
@@ -136,7 +136,7 @@ def test_what_the_version_before_kept_is_read(redis_server: RedisServer, join: J
     numbers = {int(redis_keys.tag_and_parts(key)[1][2]) for key in log.keys.scan(client, "rows:")}
     old_names = [b64decode(name) for name in fixture["kept"]]
     assert numbers == {int(name.split(b":")[-2]) for name in old_names if b":rows:" in name}
-    assert log.retain(numbers, whole) == set()
+    assert log.retain(numbers) == set()
     assert all(to_rows(steps_of(table)) for table in log.get_all(numbers).values())
     assert client.keys("gristmill:kept*") == []
     assert redis_keys.RunKeys("gristmill", "kept").config.encode() in client.keys("*")

@@ -19,7 +19,7 @@ from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.row_tables import steps_of
 from gristmill_service.storage.run_store import LogLostError
 from tests.redis.proxy import Proxy
-from tests.redis.run_logs import Join, any_table, expire, row_keys, same, started, stored, whole
+from tests.redis.run_logs import Join, any_table, expire, row_keys, same, started, stored
 from tests.redis.servers import RedisServer
 from tests.run.harness import row, table
 
@@ -46,7 +46,7 @@ class TestRows:
         log.close()
         again = store.open("run")
         started(again)
-        assert again.retain({number}, whole) == set()
+        assert again.retain({number}) == set()
         again.remove([number])
         assert row_keys(store) == set()
 
@@ -72,7 +72,7 @@ class TestRows:
         log.close()
         again = store.open("run")
         started(again)
-        assert again.retain(sent.keys(), whole) == set()
+        assert again.retain(sent.keys()) == set()
         fresh = stored(again, any_table(7))
         tables = again.get_all([*sent, fresh])
         assert tables.keys() == {*sent, fresh}
@@ -95,7 +95,7 @@ class TestRows:
         again = store.open("run")
         started(again)
         fresh, absent = stored(again, any_table(2)), 99 << 32
-        assert again.retain({wanted, absent}, whole) == {absent}
+        assert again.retain({wanted, absent}) == {absent}
         assert store.sweep(["run"]) == 700
         assert len(row_keys(store)) == 2
         assert same(again.get(wanted), any_table(0))
@@ -150,7 +150,7 @@ class TestDamage:
         log.close()
         again = store.open("run")
         assert len(started(again)) == 2
-        lost = again.retain({number, kept}, whole)
+        lost = again.retain({number, kept})
         assert lost == {number}
         assert same(again.get(kept), any_table(1))
 
@@ -175,7 +175,7 @@ class TestRowsTravelWithTheirRecord:
         expire(store)
         again = store.open("run")
         assert started(again) == [b"three of them", b"the others"]
-        assert again.retain(set(numbers), whole) == set()
+        assert again.retain(set(numbers)) == set()
         assert all(same(again.get(number), any_table(number % 8)) for number in numbers)
 
     def test_a_large_table_is_written_before_its_record(self, log: RedisRunLog, store: RedisRunStore) -> None:
@@ -204,7 +204,7 @@ class TestRowsTravelWithTheirRecord:
             log.close()
             again = store.open("run")
             assert started(again) == [b"rows"]
-            assert again.retain({number}, whole) == set()
+            assert again.retain({number}) == set()
             assert same(again.get(number), any_table())
 
     def test_rows_and_record_take_one_round_trip(self, redis_server: RedisServer, join: Join) -> None:

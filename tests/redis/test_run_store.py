@@ -16,7 +16,7 @@ from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
-from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, keys, row_keys, same, started, stored, whole
+from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, keys, row_keys, same, started, stored
 from tests.redis.servers import RedisServer, StartRedis, wait_until
 from tests.storage.test_stores import sources
 
@@ -98,7 +98,7 @@ class TestRunStore:
         log.close()
         again = store.create("run", b'{"new":1}')
         assert (again.config, started(again)) == (b'{"new":1}', [])
-        assert again.retain({number}, whole) == {number}
+        assert again.retain({number}) == {number}
 
     def test_runs_whose_names_look_alike_are_apart(self, store: RedisRunStore) -> None:
         names = ["run", "run:rows", "run*", "run[ab]", "RUN", "{run}", "run "]
@@ -113,7 +113,7 @@ class TestRunStore:
             assert (log.config, started(log)) == (json.dumps(name).encode(), [name.encode()])
             numbers = {int(key.split(":")[-1]) for key in row_keys(store) if f":{quote(name, safe='')}}}:rows" in key}
             assert len(numbers) == 1
-            assert log.retain(numbers, whole) == set()
+            assert log.retain(numbers) == set()
 
     def test_a_newer_format_is_refused_with_the_remedy_and_left_to_a_newer_process(self, url: str, join: Join) -> None:
         store, other = join(url), join(url, 1)

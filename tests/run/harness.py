@@ -284,7 +284,7 @@ def shared_by(
 ) -> Shared:
     """What runs share in a service."""
     room, budget = room or ShardRoom(), budget or RowBudget(8 << 30)
-    return Shared(store, room, budget, build_batch, Monitor, clock, builders, _log_threads)
+    return Shared(store, room, budget, build_batch, Monitor, clock, builders, _log_threads, asyncio.Lock())
 
 
 async def settle(run: Any, builders: HeldBuilders) -> None:

@@ -15,7 +15,7 @@ from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.storage.journal.database import FILE_NAME
 from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore
-from gristmill_service.storage.run_store import CheckTable, Replay
+from gristmill_service.storage.run_store import Replay
 
 PATIENCE_S = 60.0
 
@@ -67,9 +67,9 @@ class RecordingLog(MemoryRunLog):
         for number in numbers:
             del self.tables[number]
 
-    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+    def retain(self, numbers: Collection[int]) -> set[int]:
         self.tables = {number: table for number, table in self.tables.items() if number in numbers}
-        return {number for number in numbers if number not in self.tables or not check(number, self.tables[number])}
+        return {*numbers} - self.tables.keys()
 
 
 class RemoteLog(RecordingLog):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gristmill._wire.rows import to_rows
 from gristmill._wire.steps import Steps
+from gristmill_service.run.machine.described_rows import row_digests
+from gristmill_service.run.rows.checked_tables import CheckedTables, Digests
 from gristmill_service.storage.row_tables import Stored, steps_of
+from gristmill_service.storage.run_store import RunLog
 from tests.run.harness import row, table
 
 
@@ -18,6 +23,11 @@ def same(one: Stored, other: Steps) -> bool:
     return list(to_rows(steps_of(one))) == list(to_rows(other))
 
 
-def whole(number: int, steps: Steps) -> bool:
-    """Checks nothing of a table that is found."""
-    return True
+def lost_tables(log: RunLog, digests: Mapping[int, Digests]) -> set[int]:
+    """Opens a log's tables as a run does. Returns those that are missing, or do not have these rows."""
+    missing = log.retain(digests.keys())
+    return missing | CheckedTables(log, digests).lost([*digests.keys() - missing])
+
+
+def digests_of(tables: Mapping[int, Steps]) -> dict[int, Digests]:
+    return {number: dict(enumerate(row_digests(table))) for number, table in tables.items()}

@@ -17,7 +17,7 @@ from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.run_store import FullError
 from tests.run.harness import wait_until
-from tests.storage.tables import any_table, same, whole
+from tests.storage.tables import any_table, same
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ class TestRefusedWrites:
         log.check()
         log.append(b"two", {1: any_table(1)})
         assert log.replay().records == [b"one", b"an acknowledgement", b"two"]
-        assert log.retain([0, 1, 2], whole) == {2}
+        assert log.retain([0, 1, 2]) == {2}
         assert same(log.get(1), any_table(1))
         log.close()
 
@@ -192,7 +192,7 @@ class TestSmallFileSystem:
         log.close()
         log = store.open("run")
         log.replay()
-        assert log.retain(kept, whole) == set()
+        assert log.retain(kept) == set()
         for number in kept:
             assert same(log.get(number), any_table(rows=2, tokens=100_000))
         log.close()
@@ -243,7 +243,7 @@ class TestSmallFileSystem:
         again = JournalRunStore(disk)
         log = again.open("run")
         assert len([*log.replay().records]) == len(numbers)
-        assert log.retain(numbers, whole) == set()
+        assert log.retain(numbers) == set()
         log.append(b"acknowledged", {})
         log.close()
         again.close()

@@ -23,7 +23,7 @@ from gristmill_service.settings import Settings
 from gristmill_service.storage.backends import StorageUnreachableError, open_storage
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from tests.storage.tables import any_table, same, whole
+from tests.storage.tables import any_table, same
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ class TestRunStore:
         assert log.config == b'{"dp_size":2}'
         replay = log.replay()
         assert (list(replay.records), replay.is_short()) == ([b"one", b"two"], False)
-        assert log.retain({0}, whole) == set()
+        assert log.retain({0}) == set()
         assert same(log.get(0), any_table())
         log.close()
         again.close()
@@ -125,22 +125,22 @@ class TestRunStore:
         assert (log.is_long, log.log_bytes) == (True, (60 << 20) + 1)
         log.close()
 
-    def test_unwanted_and_damaged_tables_are_deleted_when_a_run_is_opened(self, store: JournalRunStore) -> None:
+    def test_unwanted_tables_are_deleted_when_a_run_is_opened_and_no_other_is_read(
+        self, store: JournalRunStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         log = created(store)
         log.append(b"one", {index: any_table(index) for index in range(4)})
         log.close()
         log = store.open("run")
         log.replay()
-        checked: list[int] = []
-
-        def check(number: int, steps: object) -> bool:
-            checked.append(number)
-            return number != 2
-
-        assert log.retain({0, 2, 9}, check) == {2, 9}
-        assert checked == [0, 2]
-        assert same(log.get(0), any_table(0))
-        for number in (1, 2, 3, 9):
+        read: list[int] = []
+        monkeypatch.setattr(log, "_read", read.append)
+        assert log.retain({0, 2, 9}) == {9}
+        assert read == []
+        monkeypatch.undo()
+        for number in (0, 2):
+            assert same(log.get(number), any_table(number))
+        for number in (1, 3, 9):
             with pytest.raises(NotFoundError):
                 log.get(number)
         log.close()
@@ -246,7 +246,7 @@ class TestUnreadable:
         def open_it() -> None:
             log = store.open("run")
             log.replay()
-            log.retain([], whole)
+            log.retain([])
 
         with pytest.raises(InvalidArgumentError, match=rf"{reason}.*; restore it, or delete the run"):
             open_it()
@@ -383,7 +383,7 @@ class TestOpenLogs:
             lambda: before.append(b"lost", {4: any_table()}),
             lambda: before.get(0),
             lambda: before.compact(b"lost"),
-            lambda: before.retain([0], whole),
+            lambda: before.retain([0]),
             lambda: before.replay(),
         ]
         for call in calls:

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.codec import decode_events
-from gristmill_service.run.machine.described_rows import row_digests
 from gristmill_service.run.machine.events import RowsStored, StoredRow
 from gristmill_service.storage.journal import database
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.row_tables import steps_of
 from tests.formats import kept
-from tests.storage.tables import whole
+from tests.storage.tables import lost_tables
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "formats" / "fixtures" / "journal-1.1.2.2.json").read_text())
 
@@ -57,11 +55,7 @@ def test_records_and_rows_of_an_old_journal_are_there_again(store: JournalRunSto
     rows = rows_of(records)
     assert len(rows) > 3
 
-    def check(number: int, steps: Steps) -> bool:
-        digests = row_digests(steps)
-        return all(digests[row] == digest for row, digest in rows[number].items())
-
-    assert log.retain(rows, check) == set()
+    assert lost_tables(log, rows) == set()
     assert [path.name for path in directory.rglob("*") if path.suffix in (".json", ".log", ".seg")] == []
     assert log.first_number > max(rows)
     log.append(b"goes on", {log.first_number: steps_of(log.get(min(rows)))})
@@ -69,7 +63,7 @@ def test_records_and_rows_of_an_old_journal_are_there_again(store: JournalRunSto
 
     log = store.open("kept")
     assert log.replay().records == [*records, b"goes on"]
-    assert log.retain(rows, check) == set()
+    assert lost_tables(log, rows) == set()
     log.close()
 
 
@@ -115,7 +109,7 @@ def test_a_conversion_that_is_cut_short_is_finished(
     log = store.open("kept")
     records = log.replay().records
     assert len(list(records)) == 17
-    assert log.retain(rows_of(list(records)), whole) == set()
+    assert log.retain(rows_of(list(records))) == set()
     log.close()
     assert [path.name for path in (directory / "run-kept").iterdir()] == ["journal.sqlite"]
 
@@ -127,12 +121,12 @@ def test_rows_that_are_moved_when_the_process_dies_are_moved_again(
     rows = rows_of(list(log.replay().records))
     segment = directory / "run-kept" / "rows-000000.seg"
     copy = shutil.copy(segment, directory.parent)
-    assert log.retain(rows, whole) == set()
+    assert log.retain(rows) == set()
     log.close()
     shutil.copy(copy, segment)
     log = store.open("kept")
     log.replay()
-    assert log.retain(rows, whole) == set()
+    assert log.retain(rows) == set()
     assert not segment.exists()
     log.close()
 
@@ -147,7 +141,7 @@ def test_rows_that_are_damaged_are_lost(store: JournalRunStore, directory: Path)
         file.write(bytes(4))
         file.seek((second & ((1 << 40) - 1)) + 30)
         file.write(bytes(20))
-    assert {first, second} <= log.retain({*rows, 5 << 40}, lambda number, steps: number != second)
+    assert {first, second} <= lost_tables(log, rows | {5 << 40: {0: b""}})
     log.close()
 
 

@@ -18,6 +18,8 @@ from gristmill_service import tracing
 from gristmill_service.run.batch_builder import BatchBuilder
 from gristmill_service.run.capacity import ShardRoom
 from gristmill_service.run.machine.status import explained
+from gristmill_service.run.recovery import losses
+from gristmill_service.run.rows.checked_tables import CHECKED_AT_ONCE
 from gristmill_service.run.rows.row_buffer import compacted
 from gristmill_service.run.writer import Effects, SparseTable, Writer
 from gristmill_service.storage.row_tables import steps_of, to_stored
@@ -25,6 +27,8 @@ from gristmill_service.storage.run_store import RunLog
 from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
+
+_RETRY_S = 1.0
 _logs = logging.getLogger(__name__).isEnabledFor
 # A line with the groups of a large batch has many kilobytes; lines of submissions, at debug, are matched with it.
 _NAMED_GROUPS = 8
@@ -47,6 +51,9 @@ class Background:
         self._room, self._clock = room, clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._building: asyncio.Task[None] | None = None
+        # Tables that the next batch waits for.
+        self._unsealed: Sequence[int] = ()
+        self._checking: asyncio.Task[None] | None = None
         self._builds_again = False
         # Freed batches whose shards remain to be removed, one after the other.
         self._freed: list[int] = []
@@ -62,6 +69,9 @@ class Background:
         for failed in effects.failed:
             why, remedy = explained(failed.reason, is_kept=failed.keeps_rows)
             _log.error("batch failed", run=self._name, batch=failed.batch, reason=why, remedy=remedy)
+        if effects.unchecked:
+            self._unsealed = effects.unchecked
+            self._check_unsealed()
         if effects.builds:
             self._build()
         if effects.freed:
@@ -78,6 +88,7 @@ class Background:
         if self._builder.blocked_reason and self._clock() >= self._builder.retry_at:
             self._build()
         self._free()
+        self._check_unsealed()
 
     async def idle(self) -> None:
         """Returns when no task is running. Call it after the run is closed, when no new task can start."""
@@ -100,6 +111,57 @@ class Background:
             _log.exception("task failed", run=self._name)
         finally:
             work.close()
+
+    # --- Checking tables from before the run was opened
+
+    def look_through(self, looking: asyncio.Lock) -> None:
+        """Checks the tables of open groups in the background, and of failed batches whose rows are kept; those of other
+        batches are checked when they are built. looking: shared by the runs of a process, so that they use at most half
+        of one thread's time together."""
+        state = self._writer.state
+        kept = (group for number in state.batches_kept for group in state.batches[number].groups)
+        if numbers := self._writer.tables.unchecked((*state.open.values(), *kept)):
+            self._start(self._look_through(numbers, looking))
+
+    async def check_complete(self) -> None:
+        """Checks the tables of complete groups, so that they can be sealed. Raises UnavailableError."""
+        state = self._writer.state
+        while numbers := self._writer.tables.unchecked(state.open[key] for key in state.complete):
+            await self._check(numbers)
+
+    async def _look_through(self, numbers: Sequence[int], looking: asyncio.Lock) -> None:
+        checked = 0
+        while checked < len(numbers):
+            async with looking:
+                self._writer.check_open()
+                began = self._clock()
+                with suppress(UnavailableError):
+                    await self._check(numbers[checked : checked + CHECKED_AT_ONCE])
+                    checked += CHECKED_AT_ONCE
+                    await asyncio.sleep(self._clock() - began)
+                    continue
+            await asyncio.sleep(_RETRY_S)
+
+    def _check_unsealed(self) -> None:
+        if self._unsealed and (self._checking is None or self._checking.done()):
+            self._checking = self._start(self._check_all_unsealed())
+
+    async def _check_all_unsealed(self) -> None:
+        while self._unsealed:
+            await self._check(self._unsealed)
+
+    async def _check(self, numbers: Sequence[int]) -> None:
+        """Checks these tables, drops groups whose rows are lost, and seals what waited for the check."""
+        lost = await asyncio.to_thread(self._writer.tables.lost, numbers)
+        if not lost and not self._unsealed:
+            return
+        unsealed, self._unsealed = self._unsealed, ()
+        try:
+            self._writer.go_on(losses(self._writer.state, lost))
+        except UnavailableError:
+            # `try_again` checks them again, and those that are lost.
+            self._unsealed = [*unsealed, *lost]
+            raise
 
     # --- Building
 
@@ -143,6 +205,7 @@ class Background:
 
     async def _remove(self, tables: Sequence[int]) -> None:
         if not self._writer.is_lost:
+            self._writer.tables.forget(tables)
             await asyncio.to_thread(self._log.remove, tables)
 
     async def _compact(self, table: SparseTable) -> None:

@@ -39,6 +39,7 @@ from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.recovery import losses
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, not_held
 from gristmill_service.run.rows.row_gathering import Load, gather
 from gristmill_service.run.writer import Writer
@@ -132,6 +133,10 @@ class BatchBuilder:
         if job is not None:
             removals, began = self._room.removals, self._clock()
             try:
+                if job.tables and (lost := await asyncio.to_thread(self._writer.tables.lost, [*job.tables])):
+                    # Columns, which trainers write again.
+                    self._writer.go_on(losses(self._writer.state, lost))
+                    return True
                 with tracing.making_span(self._name, job.number):
                     started = time.monotonic()
                     await self._record(job, await self._built(job), started)
@@ -263,6 +268,8 @@ class BatchBuilder:
             if not isinstance(error, GristmillError):
                 _log.exception("batch failed", run=self._name, batch=job.number)
             reason = str(error) or type(error).__name__
+            if isinstance(error, NotFoundError):
+                reason = f"rows of it are lost: {reason}"
             return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError)), b"", {}
         record = self._monitor.built(job.number, built.stats) if job.is_first else None
         after = dict(baselines_after(built.plan)) or None
@@ -272,7 +279,8 @@ class BatchBuilder:
     def _loaded(self, rows: Sequence[PickedRow]) -> Load:
         """Returns a function that loads tables. All tables that are not in memory are read at once, in few round
         trips."""
-        return self._log.get_all(numbers).__getitem__ if (numbers := not_held(rows)) else self._log.get
+        tables = self._writer.tables
+        return tables.get_all(numbers).__getitem__ if (numbers := not_held(rows)) else tables.get
 
     def _may_release(self, job: _Job) -> bool:
         """Whether the rows may leave memory, because the log has them if publishing fails. A batch that awaits columns
@@ -286,7 +294,7 @@ class BatchBuilder:
         written: dict[ShardAddress, dict[str, Array]] = {}
         for place, column in job.written.items():
             table = job.tables[column.table]
-            stored = self._log.get(column.table) if table is None else table
+            stored = self._writer.tables.get(column.table) if table is None else table
             values = values_of(steps_of(stored), place.column)
             written.setdefault(ShardAddress("policy", place.mini_batch, place.rank), {})[place.column] = values
         return written

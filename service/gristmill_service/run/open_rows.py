@@ -10,10 +10,9 @@ from gristmill_service.run.machine.events import GroupKey, StoredRow
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.rows.row_gathering import gather
 from gristmill_service.run.writer import Writer
-from gristmill_service.storage.run_store import RunLog
 
 
-async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int, step: int) -> Steps:
+async def read_open_row(writer: Writer, key: GroupKey, sample: int, step: int) -> Steps:
     """Returns the row of the sample's current attempt as a table of one row, without rewards per token. Its reward is
     NaN while it is pending.
 
@@ -24,7 +23,7 @@ async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int,
     # The row is read from the log, so it must be in it.
     await writer.commits.safe()
     try:
-        return await asyncio.to_thread(gather, [picked], False, log.get)
+        return await asyncio.to_thread(gather, [picked], False, writer.tables.get)
     finally:
         # A row that was removed while it was being read may be wrong.
         writer.check_open()

@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
+from typing import NamedTuple
 
-from gristmill._wire.steps import Steps
+import structlog
+
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.codec import decode_events, decode_state
-from gristmill_service.run.machine.described_rows import row_digests
 from gristmill_service.run.machine.events import (
-    COLUMNS,
     BatchFailed,
     BatchWithdrawn,
     ColumnsDropped,
     Event,
     GenerationBegan,
     GroupDropped,
-    StoredRow,
 )
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State, apply
+from gristmill_service.run.rows.checked_tables import CheckedTables, needed_rows
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.storage.run_store import RunLog
+from gristmill_service.storage.shard_store import ShardStore, is_published
+
+_log = structlog.get_logger(__name__)
 
 ROWS_LOST = "rows_lost"
 
 
-def replayed(log: RunLog, config: RunConfig) -> tuple[State, GenerationBegan | None]:
-    """Computes the state from the log. Also returns the event to record if the log has, or may have, lost events that
-    were already confirmed. Raises InvalidArgumentError for a log that this version cannot read.
+class Recovered(NamedTuple):
+    """A run as recovered from its log. tables: the tables of rows, of which damaged ones are found when they are read.
+    events: the consequences of missing rows and lost shards, and of a rollback."""
+
+    state: State
+    rows: RowBuffer
+    tables: CheckedTables
+    events: list[Event]
+
+
+def recover(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> Recovered:
+    """Recovers a run from its log. Blocks; called before anything else uses the log.
+
+    Raises InvalidArgumentError for a log that this version cannot read.
     """
     snapshot, records, is_short, generation = log.replay()
     state = State.initial(config) if snapshot is None else decode_state(snapshot)
     for record in records:
         for event in decode_events(record):
             apply(state, event)
-    return state, _rollback(state, generation) if is_short() else None
-
-
-def recovered(
-    state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool], shared: Collection[str] = ()
-) -> list[Event]:
-    """Adds the rows that the state needs to the buffer. Returns the events that lost rows and lost shards cause.
-    shared: as in `row_digests`."""
-    needed = Needed(state, shared)
-    lost = log.retain(needed.tables, needed.is_whole)
-    for number, needed_rows in needed.tables.items():
-        rows.add(number, None, max(needed_rows) + 1, needed_rows)
+    rollback = _rollback(state, generation) if is_short() else None
+    tables, rows = needed_rows(state), RowBuffer()
+    lost = log.retain(tables.keys())
+    for number, digests in tables.items():
+        rows.add(number, None, max(digests) + 1, digests)
     # Forward shards cannot be reused: only the process that built them knows their form.
-    published = [
-        number
-        for number, batch in state.batches.items()
-        if batch.is_published and not batch.awaits and is_stored(number)
-    ]
-    lossy = losses(state, lost)
+    stored = [number for number in _trainable(state) if is_published(store, name, number)]
+    lossy = losses(state, lost, stored)
     failed = [event.batch for event in lossy if isinstance(event, BatchFailed)]
-    return [*lossy, *withdrawn(state, [*published, *failed])]
+    events = [*lossy, *withdrawn(state, [*stored, *failed])]
+    if rollback is not None:
+        events.append(rollback)
+        _log.error("run rolled back: its log is shorter than confirmed", run=name, run_id=log.run_id)
+    unread = {number: tables[number] for number in tables.keys() - lost}
+    return Recovered(state, rows, CheckedTables(log, unread, config.shared_columns), events)
 
 
 def _rollback(state: State, generation: int) -> GenerationBegan:
@@ -66,42 +74,44 @@ def _rollback(state: State, generation: int) -> GenerationBegan:
     return GenerationBegan(max(state.generation, generation) + 1, reached)
 
 
-class Needed:
-    """The rows that a state refers to, by table."""
+def losses(state: State, lost: Collection[int], stored: Collection[int] | None = None) -> list[Event]:
+    """Returns the events that lost tables cause: groups are dropped and batches fail, with a recorded reason. A batch
+    whose train shards are stored needs its rows only when it is built again.
 
-    def __init__(self, state: State, shared: Collection[str]) -> None:
-        self._shared = shared
-        self.tables: dict[int, dict[int, bytes]] = {}
-        for row in _rows(state):
-            self.tables.setdefault(row.ref.table, {})[row.ref.row] = row.check or row.digest
-        for batch in state.batches.values():
-            self.tables |= {column.table: {COLUMNS: column.check} for column in batch.written.values()}
-
-    def is_whole(self, number: int, steps: Steps) -> bool:
-        """Returns whether the table contains the rows that were accepted, unchanged."""
-        rows = self.tables[number]
-        if len(steps) <= max(rows):
-            return False
-        digests = row_digests(steps, self._shared)
-        return all(digests[row] == digest for row, digest in rows.items())
-
-
-def losses(state: State, lost: Collection[int]) -> list[Event]:
-    """Returns the events that lost tables cause: groups are dropped and batches fail, with a recorded reason."""
+    stored: the batches whose train shards are in the store; None for all that are published.
+    """
     if not lost:
         return []
+    stored = _trainable(state) if stored is None else stored
     dropped: list[Event] = [GroupDropped(key, ROWS_LOST) for key, group in state.open.items() if _touches(group, lost)]
-    failed = [
-        BatchFailed(number, "rows of it are lost, though the log refers to them: the journal's disk or Redis lost them")
-        for number, batch in state.batches.items()
+    unstored = {number: batch for number, batch in state.batches.items() if number not in stored}
+    failed = {
+        number: "rows of it are lost, though the log refers to them: the journal's disk or Redis lost them"
+        for number, batch in unstored.items()
         if any(_touches(group, lost) for group in batch.groups)
-    ]
-    unwritten: list[Event] = [
-        ColumnsDropped(number)
+    }
+    unwritten = [
+        number
         for number, batch in state.batches.items()
         if any(column.table in lost for column in batch.written.values())
     ]
-    return dropped + unwritten + failed
+    # Nobody writes the columns of a batch again that the policy has trained.
+    trained = state.models["policy"].committed.batch
+    failed |= {
+        number: "columns of it are lost, though the log refers to them, and the policy's trainer has passed it"
+        for number in unwritten
+        if number in unstored and number < trained
+    }
+    return [
+        *dropped,
+        *(ColumnsDropped(number) for number in unwritten),
+        *(BatchFailed(number, reason) for number, reason in failed.items()),
+    ]
+
+
+def _trainable(state: State) -> list[int]:
+    """Returns the batches whose train shards are published."""
+    return [number for number, batch in state.batches.items() if batch.is_published and not batch.awaits]
 
 
 def withdrawn(state: State, kept: Collection[int]) -> list[Event]:
@@ -114,11 +124,3 @@ def withdrawn(state: State, kept: Collection[int]) -> list[Event]:
 
 def _touches(group: Group, lost: Collection[int]) -> bool:
     return any(ref.table in lost for ref in group.refs())
-
-
-def _rows(state: State) -> Iterator[StoredRow]:
-    for group in state.open.values():
-        yield from group.stored_rows()
-    for batch in state.batches.values():
-        for group in batch.groups:
-            yield from group.stored_rows()

@@ -21,7 +21,6 @@ from gristmill.errors import GristmillError, TooLargeError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
-from gristmill_service.run import recovery
 from gristmill_service.run.background import Background
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
 from gristmill_service.run.capacity import RowBudget, ShardRoom
@@ -48,19 +47,19 @@ from gristmill_service.run.machine.decisions.begin import begin
 from gristmill_service.run.machine.decisions.pacing import asks
 from gristmill_service.run.machine.decisions.resume import Checkpoint, resume
 from gristmill_service.run.machine.described_rows import RowKeys, values_digest
-from gristmill_service.run.machine.events import Event, GroupKey
+from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import Decision, State
 from gristmill_service.run.machine.status import group_answers, group_keys, status
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.published_batches import HAVE_SHARDS, PublishedBatches
+from gristmill_service.run.recovery import Recovered, recover
 from gristmill_service.run.rows.declared_prefixes import NO_COLUMNS, Prepared, TokenSums, prepare, steps_before
-from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.waiters import Condition
 from gristmill_service.run.writer import NO_TABLES, Effects, Writer
 from gristmill_service.run.written_columns import SentColumns, loaded, table_of, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
-from gristmill_service.storage.shard_store import ShardStore, is_published
+from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
 
@@ -79,7 +78,8 @@ class Shared(NamedTuple):
 
     pipeline: builds the shards of a sealed batch. make_monitor(clock, now): `now` returns the time on the run's clock.
     clock: seconds, like `time.monotonic`.
-    builders, log_threads: the thread pools that build batches, and that append to logs.
+    builders, log_threads: the thread pools that build batches, and that append to logs. looking: a lock of runs whose
+    tables are looked through, so that one is at a time.
     """
 
     store: ShardStore
@@ -90,14 +90,7 @@ class Shared(NamedTuple):
     clock: Callable[[], float]
     builders: Executor
     log_threads: Executor
-
-
-class _Opened(NamedTuple):
-    """A run as recovered from its log. events: the consequences of lost rows and shards."""
-
-    state: State
-    rows: RowBuffer
-    events: list[Event]
+    looking: asyncio.Lock
 
 
 class Run:
@@ -114,15 +107,15 @@ class Run:
         Raises InvalidArgumentError for a log that this version cannot read, and UnavailableError if the log cannot be
         read or written now; the run is then unusable.
         """
-        run = cls(name, config, log, shared, await asyncio.to_thread(_read, name, config, log, shared.store))
+        run = cls(name, config, log, shared, await asyncio.to_thread(recover, name, config, log, shared.store))
         await run._writer.commits.safe()
         log.note_generation(run._writer.state.generation)
         return run
 
-    def __init__(self, name: str, config: RunConfig, log: RunLog, shared: Shared, opened: _Opened) -> None:
+    def __init__(self, name: str, config: RunConfig, log: RunLog, shared: Shared, opened: Recovered) -> None:
         self.name, self.run_id, self.created_with = name, log.run_id, config
         self._log, self._store, clock = log, shared.store, shared.clock
-        state, rows, events = opened
+        state, rows, tables, events = opened
         # The run's clock, which times out stragglers, stops while the run is closed.
         offset = state.now - clock()
 
@@ -131,7 +124,7 @@ class Run:
 
         self.monitor = shared.make_monitor(clock, now)
         self._writer = writer = Writer(
-            name, state, rows, config, log, self.monitor, shared.budget, clock, now, shared.log_threads
+            name, state, rows, tables, config, log, self.monitor, shared.budget, clock, now, shared.log_threads
         )
         self._builder = BatchBuilder(
             name, writer, log, shared.store, shared.room, shared.pipeline, self.monitor, clock, shared.builders
@@ -144,6 +137,7 @@ class Run:
         # The previous process may have died after recording that a batch is freed and before removing its shards.
         freed = range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
         self._background.perform(Effects(builds=True, freed=[*freed]))
+        self._background.look_through(shared.looking)
 
     # --- Rollout workers
 
@@ -207,8 +201,8 @@ class Run:
             # Only tables that are in the log can be read.
             await writer.commits.safe()
         if reads_rows or 4 * steps.tokens.total > _LARGE_BYTES:
-            return await asyncio.to_thread(prepare, table, steps, keys, prefixes, before, shared, self._log.get)
-        return prepare(table, steps, keys, prefixes, before, shared, self._log.get)
+            return await asyncio.to_thread(prepare, table, steps, keys, prefixes, before, shared, writer.tables.get)
+        return prepare(table, steps, keys, prefixes, before, shared, writer.tables.get)
 
     async def set_rewards(self, updates: Sequence[RewardUpdate]) -> int:
         digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in updates]
@@ -226,9 +220,11 @@ class Run:
         return await self._execute(lambda view: aborts.abort_groups(view.state, keys, reason))
 
     async def seal(self, batch: int | None) -> Sealed:
+        await self._background.check_complete()
         return await self._execute(lambda view: sealing.seal_batch(view.state, view.config, batch))
 
     async def finish(self) -> int:
+        await self._background.check_complete()
         return await self._execute(lambda view: sealing.finish(view.state, view.config))
 
     # --- Trainer ranks
@@ -307,7 +303,7 @@ class Run:
     async def open_row(self, key: GroupKey, sample: int, step: int) -> Steps:
         """Returns a row of a group that is not sealed. Raises NotFoundError if there is none; see `read_open_row`."""
         self._writer.check_open()
-        return await read_open_row(self._writer, self._log, key, sample, step)
+        return await read_open_row(self._writer, key, sample, step)
 
     async def write(
         self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]
@@ -325,7 +321,7 @@ class Run:
             state, forms = self._writer.state, self._builder.forms.get(batch, {})
             siblings = columns.written_siblings(state, batch, sent.digests)
             new = columns.unwritten(state, batch, incarnation, sent.digests)
-            others = loaded(written_before(batch, state, self._writer.rows), self._log)
+            others = loaded(written_before(batch, state, self._writer.rows), self._writer.tables)
             # Only tables that are in the log can be read.
             await self._writer.commits.safe()
             values = await asyncio.to_thread(sent.values, new, forms, others)
@@ -485,14 +481,3 @@ class Run:
             return function(self._writer.state)
         finally:
             await self._writer.commits.safe()
-
-
-def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Opened:
-    """Recovers a run from its log. Runs in a thread, before anything else uses the log."""
-    state, rollback = recovery.replayed(log, config)
-    rows, is_stored = RowBuffer(), partial(is_published, store, name)
-    events = recovery.recovered(state, rows, log, is_stored, config.shared_columns)
-    if rollback is not None:
-        events.append(rollback)
-        _log.error("run rolled back: its log is shorter than confirmed", run=name, run_id=log.run_id)
-    return _Opened(state, rows, events)

@@ -93,6 +93,7 @@ class Runs:
             clock,
             self._builders,
             self._log_threads,
+            asyncio.Lock(),
         )
         self._runs: dict[str, Run] = {}
         self._unreadable: dict[str, Exception] = {}

@@ -8,7 +8,7 @@ and callers without an answer retry.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,8 +42,10 @@ from gristmill_service.run.machine.events import (
     Resized,
     RowsStored,
 )
+from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import Decision, State, apply
 from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.rows.checked_tables import CheckedTables
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.waiters import TOPICS, Condition, Topic, Waiters
 from gristmill_service.storage.row_tables import Stored, nbytes, to_stored
@@ -69,7 +71,8 @@ class Effects:
 
     tables: the new tables of rows that the events refer to. topics: the topics of conditions that may now be met.
     The rest is background work. builds: whether there is a batch to build. freed: batches whose shards can be removed.
-    empty: tables without needed rows. sparse: tables to compact. sealed, failed: batches to log.
+    empty: tables without needed rows. sparse: tables to compact. sealed, failed: batches to log. unchecked: tables to
+    check before the next batch can be sealed.
     """
 
     tables: dict[int, Steps] = field(default_factory=dict)
@@ -80,6 +83,7 @@ class Effects:
     sparse: list[SparseTable] = field(default_factory=list)
     sealed: list[BatchSealed] = field(default_factory=list)
     failed: list[BatchFailed] = field(default_factory=list)
+    unchecked: list[int] = field(default_factory=list)
 
 
 class Writer:
@@ -87,7 +91,7 @@ class Writer:
 
     config: the current configuration. now: returns the time on the run's clock. closed: the error that every call
     raises once the run is closed. asked: the latest batch that each policy rank asked for since its trainer began.
-    on_effects: starts background work. table_numbers: numbers for new tables of rows.
+    on_effects: starts background work. table_numbers: numbers for new tables of rows. tables: the log's tables of rows.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Writer:
         name: str,
         state: State,
         rows: RowBuffer,
+        tables: CheckedTables,
         config: RunConfig,
         log: RunLog,
         monitor: RunMonitor,
@@ -103,7 +108,7 @@ class Writer:
         now: Callable[[], float],
         threads: Executor,
     ) -> None:
-        self.state, self.rows, self.waiters = state, rows, Waiters()
+        self.state, self.rows, self.tables, self.waiters = state, rows, tables, Waiters()
         self.config, self.now = with_dp_size(config, state.dp_size), now
         self.closed: GristmillError | None = None
         self.asked: dict[int, int] = {}
@@ -144,13 +149,20 @@ class Writer:
         """Applies the events of opening the run, and the events that follow from them."""
         self._happen(events, NO_TABLES, is_first=True)
 
+    def go_on(self, events: Sequence[Event]) -> None:
+        """Applies the events that a check of tables causes, if any, and seals what had to wait for the check."""
+        self.check_open(is_internal=True)
+        self._log.check(has_rows=False)
+        self._happen(events, NO_TABLES)
+
     def _happen(self, decided: Sequence[Event], tables: Mapping[int, Steps], *, is_first: bool = False) -> None:
         # Encode first, so that a value that cannot be encoded is refused before the state changes.
         encoded = [encode_event(event) for event in decided]
         effects = Effects()
         try:
             self._apply(decided, tables, effects)
-            for following in sealing.consequences(self.state, self.config, None if is_first else decided):
+            happened, may_seal = None if is_first else decided, partial(self._may_seal, effects)
+            for following in sealing.consequences(self.state, self.config, happened, may_seal):
                 encoded += [encode_event(event) for event in following]
                 self._apply(following, tables, effects)
         except BaseException:
@@ -171,8 +183,13 @@ class Writer:
             effects.empty = self.rows.take_empty()
         if self.rows.sparse:
             effects.sparse = [SparseTable(*one) for one in self.rows.take_sparse()]
-        if effects.builds or effects.freed or effects.empty or effects.sparse or effects.failed:
+        if effects.builds or effects.freed or effects.empty or effects.sparse or effects.failed or effects.unchecked:
             self.on_effects(effects)
+
+    def _may_seal(self, effects: Effects, groups: Iterable[Group]) -> bool:
+        """Returns whether all tables of the groups are checked. If not, they have to be checked first."""
+        effects.unchecked = self.tables.unchecked(groups)
+        return not effects.unchecked
 
     def _apply(self, events: Sequence[Event], tables: Mapping[int, Steps], effects: Effects) -> None:
         for event in events:

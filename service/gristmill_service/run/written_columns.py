@@ -21,9 +21,9 @@ from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.described_rows import row_digests
 from gristmill_service.run.machine.events import WrittenColumn
 from gristmill_service.run.machine.state import State
+from gristmill_service.run.rows.checked_tables import CheckedTables
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.storage.row_tables import Stored, steps_of
-from gristmill_service.storage.run_store import RunLog
 
 
 class _Sent(NamedTuple):
@@ -115,14 +115,14 @@ def written_before(batch: int, state: State, rows: RowBuffer) -> Written:
     return {place: (column.table, rows.table(column.table)) for place, column in waiting.written.items()}
 
 
-def loaded(written: Written, log: RunLog) -> Callable[[ColumnPlace], Array | None]:
+def loaded(written: Written, tables: CheckedTables) -> Callable[[ColumnPlace], Array | None]:
     """Returns a function that returns the values of a written column, or None. The function blocks to read the log."""
 
     def find(place: ColumnPlace) -> Array | None:
         if place not in written:
             return None
         number, table = written[place]
-        return values_of(steps_of(log.get(number) if table is None else table), place.column)
+        return values_of(steps_of(tables.get(number) if table is None else table), place.column)
 
     return find
 

@@ -17,7 +17,7 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
 from gristmill_service.storage.memory_room import memory_room
 from gristmill_service.storage.row_tables import Stored
-from gristmill_service.storage.run_store import CheckTable, Replay, RunStore, check_config
+from gristmill_service.storage.run_store import Replay, RunStore, check_config
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 
 
@@ -90,7 +90,7 @@ class MemoryRunLog:
     def remove(self, numbers: Collection[int]) -> None:
         pass
 
-    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+    def retain(self, numbers: Collection[int]) -> set[int]:
         return set(numbers)
 
     def close(self) -> None:

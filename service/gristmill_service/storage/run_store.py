@@ -35,10 +35,6 @@ class FullError(UnavailableError):
     """The file system is full."""
 
 
-CheckTable = Callable[[int, Steps], bool]
-"""A function of a table's number and the table. Returns whether the table is unchanged since it was appended."""
-
-
 class Replay(NamedTuple):
     """A run's log: a snapshot (None if there is none) and the records that were appended after it.
 
@@ -121,7 +117,8 @@ class RunLog(Protocol):
         """Replaces all records by a snapshot of the resulting state."""
 
     def get(self, number: int) -> Stored:
-        """Returns a table. Raises NotFoundError if it was removed or lost."""
+        """Returns a table. Raises NotFoundError if it was removed or lost. A damaged table is either lost, or returned:
+        the caller knows the digests of its rows."""
 
     def get_all(self, numbers: Collection[int]) -> Mapping[int, Stored]:
         """Returns these tables by number, in few round trips if the store is remote. Raises like `get`."""
@@ -130,8 +127,9 @@ class RunLog(Protocol):
         """Removes tables that no record needs any more. Called after the event that frees them is durable. Never
         raises: a table that cannot be removed now is removed when the log is opened again."""
 
-    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        """Removes all other tables. Called once, after `replay`. Returns the tables that are lost or fail the check."""
+    def retain(self, numbers: Collection[int]) -> set[int]:
+        """Removes all other tables. Called once, after `replay`. Returns the missing ones among these tables. Reads no
+        table as a whole, because that would delay the opening of the run."""
 
     def close(self) -> None:
         """Releases the run, so that any process can open it. A second call does nothing."""

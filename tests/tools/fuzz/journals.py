@@ -16,6 +16,7 @@ import numpy as np
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.codec import decode_events, decode_state, encode_state
+from gristmill_service.run.rows.checked_tables import CheckedTables
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.rows import make_row
@@ -93,9 +94,8 @@ def _read_database(data: bytes) -> None:
         try:
             for record in log.replay().records:
                 decode_events(record)
-            tables = log.retain(range(6), lambda number, steps: bool(len(steps)))
-            for number in {*range(6)} - tables:
-                row_tables.decode(log.get(number))
+            checked = CheckedTables(log, {number: {0: b""} for number in range(6)})
+            checked.lost([*{*range(6)} - log.retain(range(6))])
             log.append(b"goes on", {})
         finally:
             log.close()

@@ -196,6 +196,13 @@ def is_full(error: sqlite3.Error | OSError) -> bool:
     return _code(error) == sqlite3.SQLITE_FULL or error.sqlite_errorcode == sqlite3.SQLITE_IOERR_SHMSIZE
 
 
+def is_of_value(error: sqlite3.Error) -> bool:
+    """Returns whether an error of reading a value is of this value alone: its pages are damaged, cannot be read, or
+    describe a value of another type."""
+    is_damaged = _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR)
+    return is_damaged or error.sqlite_errorcode == sqlite3.SQLITE_IOERR_READ
+
+
 def is_passing(error: sqlite3.Error | OSError) -> bool:
     """Returns whether the error may be temporary, such as a lock by another program or too few file descriptors."""
     return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN)

@@ -20,12 +20,12 @@ from typing import Literal
 import structlog
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import GristmillError, NotFoundError, UnavailableError
+from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal import database, old_journal
 from gristmill_service.storage.journal.database import PAGE_BYTES, Description, Entry, explained, transaction
 from gristmill_service.storage.journal.disk_room import DiskRoom, full_error
-from gristmill_service.storage.run_store import CheckTable, FullError, LogLostError, Replay
+from gristmill_service.storage.run_store import FullError, LogLostError, Replay
 
 _log = structlog.get_logger(__name__)
 
@@ -177,10 +177,13 @@ class JournalRunLog:
                 if number not in self._removed and self._is_stored(number):
                     rows = self._read(number)
                     self._checked_size()
-                    return rows
+                    if rows is not None:
+                        return rows
             except (sqlite3.Error, OSError) as error:
                 raise self._lost(error) from None
-        raise NotFoundError(f"table {number} of rows is missing in {self._directory}; restore it, or delete the run")
+        raise NotFoundError(
+            f"table {number} of rows is missing or damaged in {self._directory}; restore it, or delete the run"
+        )
 
     def get_all(self, numbers: Collection[int]) -> dict[int, bytes]:
         return {number: self.get(number) for number in numbers}
@@ -189,16 +192,15 @@ class JournalRunLog:
         """Marks tables as removed. The next `flush` deletes them."""
         self._removed.update(numbers)
 
-    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+    def retain(self, numbers: Collection[int]) -> set[int]:
         self._move_old_rows(numbers)
         with self._reading, explained(self._path):
             self._check_open()
             stored = {number for [number] in self._reader.execute("SELECT number FROM tables")}
         self.first_number = max(self.first_number, max(stored, default=-1) + 1)
-        whole = {number for number in sorted(stored.intersection(numbers)) if self._is_whole(number, check)}
-        self.remove(stored - whole)
+        self.remove(stored.difference(numbers))
         self._delete_removed()
-        return {*numbers} - whole
+        return {*numbers} - stored
 
     def close(self) -> None:
         """Syncs, so that a later power loss loses nothing. A second call does nothing."""
@@ -318,18 +320,15 @@ class JournalRunLog:
     def _is_stored(self, number: int) -> bool:
         return bool(self._reader.execute("SELECT 1 FROM tables WHERE number = ?", [number]).fetchall())
 
-    def _read(self, number: int) -> bytes:
-        with self._reader.blobopen("tables", "rows", number, readonly=True) as blob:
-            return blob.read()
-
-    def _is_whole(self, number: int, check: CheckTable) -> bool:
-        with self._reading:
-            self._check_open()
-            try:
-                return check(number, row_tables.decode(self._read(number)))
-            except (GristmillError, sqlite3.Error, ValueError, IndexError, UnicodeError):
-                _log.warning("table of rows damaged", file=str(self._path), table=number)
-                return False
+    def _read(self, number: int) -> bytes | None:
+        """Returns a table; None if it is damaged, and others may be whole."""
+        try:
+            with self._reader.blobopen("tables", "rows", number, readonly=True) as blob:
+                return blob.read()
+        except sqlite3.Error as error:
+            if not database.is_of_value(error):
+                raise
+            return None
 
     def _move_old_rows(self, numbers: Collection[int]) -> None:
         """Moves rows from the files of an old journal to the database, file by file."""

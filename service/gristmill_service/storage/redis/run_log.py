@@ -47,7 +47,7 @@ from gristmill_service.storage.redis.scripts import (
 )
 from gristmill_service.storage.redis.servers import Health
 from gristmill_service.storage.row_tables import SIZE_BYTES, Stored
-from gristmill_service.storage.run_store import CheckTable, LogLostError, Replay
+from gristmill_service.storage.run_store import LogLostError, Replay
 
 _log = structlog.get_logger(__name__)
 
@@ -131,7 +131,7 @@ class Tables:
             _log.warning("rows could not be removed", tables=len(numbers), reason=str(error))
 
     def retain(self, numbers: Collection[int]) -> set[int]:
-        """Returns the lost tables among these. Reads only their heads, because reading gigabytes would be too slow."""
+        """Returns the missing tables among these. Reads only their heads."""
         names = {self._name(number): number for number in numbers}
         with translated(self._client):
             heads = self._scripts.heads([*names], SIZE_BYTES)
@@ -215,7 +215,7 @@ class RedisRunLog:
         self.on_close: Callable[[], None] = lambda: None
         self._client, self._scripts, self._health = client, scripts, health
         self._tables = tables = Tables(client, scripts, keys, run_id, claim)
-        self.get, self.get_all, self.remove = tables.get, tables.get_all, tables.remove
+        self.get, self.get_all, self.remove, self.retain = tables.get, tables.get_all, tables.remove, tables.retain
         self._before, self._compared = before, compared
         self._reported: Acknowledged | None = None
         self._owned_until = 0.0
@@ -354,9 +354,6 @@ class RedisRunLog:
         at = number - self._last - 1
         # A snapshot may have replaced the record.
         return self._last >= number and (digest is None or -at > len(records) or crc32(records[at]) == digest)
-
-    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        return self._tables.retain(numbers)
 
     @property
     def first_number(self) -> int:

@@ -6,7 +6,7 @@ Reads the state, returns events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 
 import numpy as np
@@ -42,8 +42,13 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.groups import SURPLUS, Group, by_group
 from gristmill_service.run.machine.state import Decision, State
 
+MaySeal = Callable[[Iterable[Group]], bool]
+"""A function of the groups of the next batch. Returns whether they may be sealed now."""
 
-def consequences(state: State, config: RunConfig, happened: Sequence[Event] | None) -> Iterator[Sequence[Event]]:
+
+def consequences(
+    state: State, config: RunConfig, happened: Sequence[Event] | None, may_seal: MaySeal = lambda groups: True
+) -> Iterator[Sequence[Event]]:
     """Yields the events that follow from a call's events, in steps. The caller applies each step before it requests the
     next one.
 
@@ -57,11 +62,11 @@ def consequences(state: State, config: RunConfig, happened: Sequence[Event] | No
         complete = (key for key in groups if key in state.complete)
         if unfit := [GroupDropped(key, why) for key in complete if (why := _unfit(state.open[key], state, config))]:
             yield unfit
-    while following := _next_batch(state, config) or (state.batches and progress.freed(state)):
+    while following := _next_batch(state, config, may_seal) or (state.batches and progress.freed(state)):
         yield following
 
 
-def _next_batch(state: State, config: RunConfig) -> list[BatchSealed]:
+def _next_batch(state: State, config: RunConfig, may_seal: MaySeal) -> list[BatchSealed]:
     """Returns the next batch if it can be sealed now."""
     if len(state.batches) >= config.max_buffered_batches or (config.seal_by == "call" and not state.finished):
         return []
@@ -69,10 +74,11 @@ def _next_batch(state: State, config: RunConfig) -> list[BatchSealed]:
     if len(state.complete) < least:
         return []
     if config.tag_shares and not state.finished and not state.tags_lapsed:
-        shared = _shared_groups(state, config)
-        return [] if shared is None else [_seal(state, config, shared)]
-    keys = _preferred(_next_groups(state, config), state, config)
-    return [_seal(state, config, keys)] if len(keys) >= least else []
+        keys = _shared_groups(state, config) or []
+    else:
+        keys = _preferred(_next_groups(state, config), state, config)
+    is_due = len(keys) >= least and may_seal(state.open[key] for key in keys)
+    return [_seal(state, config, keys)] if is_due else []
 
 
 def tag_timeout(state: State, config: RunConfig, room: Room, now: float) -> list[Event]:
