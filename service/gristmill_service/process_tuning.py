@@ -5,11 +5,13 @@ docs/performance.md contains the measured effects. Nothing here changes a result
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -19,6 +21,8 @@ from gristmill.errors import UnavailableError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_ON_HEAP = 32 << 20
 _SPARE_BYTES = 512 << 20
+
+_QUIET_S = 2.0
 
 _SWITCH_S = 0.0005
 _DESCRIPTORS = 32_768
@@ -70,6 +74,20 @@ def give_back_memory() -> None:
     """Returns freed memory to the system. After `tune_process`, glibc otherwise retains it."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+async def give_back_memory_when_quiet(count: Callable[[], int]) -> None:
+    """Returns freed memory to the system each time after no large message was read or sent for some seconds, until
+    cancelled. count: returns the number of large messages so far."""
+    before = count()
+    is_due = False
+    while True:
+        await asyncio.sleep(_QUIET_S)
+        now = count()
+        if is_due and now == before:
+            # In a thread, because it takes long if much is free.
+            await asyncio.to_thread(give_back_memory)
+        is_due, before = now != before, now
 
 
 def most_connections() -> int:

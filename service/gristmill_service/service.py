@@ -28,6 +28,7 @@ from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.metrics import Metrics, RunStats, Watched, run_stats
 from gristmill_service.monitoring.views.tokens import TokenTexts
+from gristmill_service.process_tuning import give_back_memory_when_quiet
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
 from gristmill_service.storage.backends import Storage, open_storage
@@ -116,8 +117,11 @@ class Service:
             settings.advertise_http_url or self.http_url,
             api.gate.secret.value,
         )
-        sweeping = asyncio.create_task(api.admission.end_overdue())
-        opened.callback(sweeping.cancel)
+        for task in (
+            api.admission.end_overdue(),
+            give_back_memory_when_quiet(lambda: api.admission.large_messages),
+        ):
+            opened.callback(asyncio.create_task(task).cancel)
         opened.push_async_callback(self._close_apis)
         await self._grpc.start()
         await self._http.start()

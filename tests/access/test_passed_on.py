@@ -166,8 +166,11 @@ def test_callers_whose_calls_a_peer_passes_on_make_up_for_their_own_refusals_alo
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Four calls are free, however long they take here.
-    for name, value in (("_FREE_S", 0.2), ("_CALL_S", 0.05), ("_LONGEST_DELAY_S", 0.05)):
+    for name, value in (("_CALL_S", 0.05), ("_LONGEST_DELAY_S", 0.05)):
         monkeypatch.setattr(admission, name, value)
+    slots = replicas.owner._api.admission
+    monkeypatch.setattr(slots, "_wrong_of_connection", admission._Allowance(1 / 200, 0.2, 0.5, 0.05))
+    monkeypatch.setattr(slots, "_wrong_of_caller", admission._Allowance(1, 100, 100))
     viewer = replicas.tokens["viewer"]
     shown = {"authorization": f"Bearer {viewer}"}
     with httpx.Client(base_url=replicas.owner.http_url, trust_env=False) as client:

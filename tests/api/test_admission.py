@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 
 import pytest
 
@@ -40,66 +41,146 @@ async def settle() -> None:
 # --- Slots
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls wait for a slot only for a moment."""
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", ["call", "stream", "probe"])
 def test_one_caller_leaves_a_quarter_to_others(kind: Kind) -> None:
-    admission = Admission(Limits(calls=8, streams=8, probes=8))
-    for _ in range(6):
-        admission.enter("greedy", kind)
-    with pytest.raises(ResourceExhaustedError) as caught:
-        admission.enter("greedy", kind)
-    assert caught.value.retry_after_s == 1.0
-    for caller in ("modest", "another"):
-        admission.enter(caller, kind)
-    with pytest.raises(ResourceExhaustedError):
-        admission.enter("third", kind)
+    async def test() -> None:
+        admission = Admission(Limits(calls=8, streams=8, probes=8))
+        for _ in range(6):
+            await admission.enter("greedy", kind)
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await admission.enter("greedy", kind)
+        assert caught.value.retry_after_s == 0.01
+        for caller in ("modest", "another"):
+            await admission.enter(caller, kind)
+        with pytest.raises(ResourceExhaustedError):
+            await admission.enter("third", kind)
+
+    run(test)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_slot_that_is_closed_is_there_for_another_and_is_closed_once() -> None:
-    admission = Admission(Limits(streams=1))
-    first = admission.enter("a", "stream")
-    first.close()
-    first.close()
-    second = admission.enter("b", "stream")
-    with pytest.raises(ResourceExhaustedError, match="max_streams"):
-        admission.enter("c", "stream")
-    first.close()
-    second.close()
-    assert not admission.slots
+    async def test() -> None:
+        admission = Admission(Limits(streams=1))
+        first = await admission.enter("a", "stream")
+        first.close()
+        first.close()
+        second = await admission.enter("b", "stream")
+        with pytest.raises(ResourceExhaustedError, match="max_streams"):
+            await admission.enter("c", "stream")
+        first.close()
+        second.close()
+        assert not admission.slots
+
+    run(test)
+
+
+def test_a_call_that_finds_no_slot_waits_for_one() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(streams=1))
+        first = await admission.enter("a", "stream")
+        waiting = [asyncio.ensure_future(admission.enter(caller, "stream")) for caller in "ab"]
+        await settle()
+        waiting[0].cancel()
+        first.close()
+        assert (await waiting[1]).caller == "b"
+
+    run(test)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_calls_that_find_no_slot_are_refused_one_after_another() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(streams=1))
+        held = await admission.enter("a", "stream")
+        refused = list[float]()
+
+        async def enter() -> None:
+            with pytest.raises(ResourceExhaustedError):
+                await admission.enter("a", "stream")
+            refused.append(asyncio.get_running_loop().time())
+
+        calls = [asyncio.ensure_future(enter()) for _ in range(120)]
+        done, _ = await asyncio.wait(calls, timeout=0.3)
+        assert 100 <= len(done) < 120, "100 at once, and 40 per second"
+        held.close()
+        for call in calls:
+            call.cancel()
+
+    run(test)
 
 
 def test_kinds_are_counted_apart() -> None:
-    admission = Admission(Limits(calls=1, streams=1, probes=1))
-    assert len({admission.enter("a", kind) for kind in ("call", "stream", "probe")}) == 3
+    async def test() -> None:
+        admission = Admission(Limits(calls=1, streams=1, probes=1))
+        assert len({await admission.enter("a", kind) for kind in ("call", "stream", "probe")}) == 3
+
+    run(test)
 
 
 def test_a_slot_moves_to_its_caller_when_that_is_known() -> None:
-    admission = Admission(Limits(calls=4))
-    slots = [admission.enter("machine", "call") for _ in range(3)]
-    slots[0].move("worker")
-    slots[0].move("worker")
-    admission.enter("machine", "call")
-    for slot in slots:
-        slot.close()
-    assert [admission.enter("worker", "call").caller for _ in range(3)] == ["worker"] * 3
+    async def test() -> None:
+        admission = Admission(Limits(calls=4))
+        slots = [await admission.enter("machine", "call") for _ in range(3)]
+        await slots[0].move("worker")
+        await slots[0].move("worker")
+        await admission.enter("machine", "call")
+        for slot in slots:
+            slot.close()
+        assert [(await admission.enter("worker", "call")).caller for _ in range(3)] == ["worker"] * 3
+
+    run(test)
 
 
 # --- Large requests
 
 
-async def reading(admission: Admission, caller: str, ended: list[str] | None = None) -> Slot:
-    slot = admission.enter(caller, "call")
+async def reading(admission: Admission, caller: str, ended: list[str] | None = None, *, is_large: bool = True) -> Slot:
+    slot = await admission.enter(caller, "call")
     slot.end = lambda: (ended if ended is not None else []).append(caller)
-    await slot.place()
+    await slot.place(is_large=is_large)
     return slot
+
+
+def test_a_request_of_a_call_that_is_never_large_does_not_wait_for_large_ones() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(requests=1, small_requests=4))
+        upload = await reading(admission, "a")
+        acknowledgement = await reading(admission, "a", is_large=False)
+        await acknowledgement.came(100)
+        for _ in range(3):
+            await reading(admission, "a", is_large=False)
+        waiting = asyncio.ensure_future(reading(admission, "a", is_large=False))
+        await settle()
+        assert not waiting.done(), "they have bounds of their own"
+        waiting.cancel()
+        large = await reading(admission, "b", is_large=False)
+        coming = asyncio.ensure_future(large.came(LARGE))
+        await settle()
+        assert not coming.done(), "its bytes occupy memory like those of any large request"
+        upload.close()
+        await coming
+        assert (admission.requests.by_caller, admission.small_requests.by_caller) == ({"b": 1}, {"a": 3})
+        large.close()
+        assert admission.requests.by_caller == {}
+
+    run(test)
 
 
 def test_small_requests_give_their_places_back_and_large_ones_keep_them() -> None:
     async def test() -> None:
         admission = Admission(Limits(requests=1))
         small = await reading(admission, "a")
-        small.came(SMALL_BYTES)
+        await small.came(SMALL_BYTES)
         large = await reading(admission, "a")
-        large.came(LARGE)
+        await large.came(LARGE)
         waiting = asyncio.ensure_future(reading(admission, "b"))
         await settle()
         assert not waiting.done()
@@ -114,7 +195,7 @@ def test_callers_with_fewer_places_come_first() -> None:
         admission = Admission(Limits(requests=4))
         held = [await reading(admission, "greedy") for _ in range(3)] + [await reading(admission, "modest")]
         for slot in held:
-            slot.came(LARGE)
+            await slot.came(LARGE)
         order: list[str] = []
 
         async def ask(caller: str) -> None:
@@ -140,7 +221,7 @@ def test_a_place_is_taken_back_from_the_caller_with_the_most_whose_bytes_do_not_
         clock, ended = Clock(), list[str]()
         admission = Admission(Limits(requests=4), clock)
         at_work = await reading(admission, "busy", ended)
-        at_work.came(LARGE)
+        await at_work.came(LARGE)
         silent = [await reading(admission, "silent", ended) for _ in range(3)]
         waiting = asyncio.ensure_future(reading(admission, "new"))
         await settle()
@@ -161,7 +242,7 @@ def test_where_no_place_comes_free_the_caller_is_asked_to_retry(monkeypatch: pyt
 
     async def test() -> None:
         admission = Admission(Limits(requests=1))
-        (await reading(admission, "a")).came(LARGE)
+        await (await reading(admission, "a")).came(LARGE)
         with pytest.raises(
             ResourceExhaustedError, match=r"1 large requests are being read or answered \(0 of this caller\)"
         ):
@@ -174,7 +255,7 @@ def test_a_caller_that_goes_while_it_waits_for_a_place_takes_none() -> None:
     async def test() -> None:
         admission = Admission(Limits(requests=1))
         holding = await reading(admission, "a")
-        holding.came(LARGE)
+        await holding.came(LARGE)
         gone, waiting = (asyncio.ensure_future(reading(admission, "b")) for _ in range(2))
         await settle()
         # The place is granted to it in the moment in which it goes.
@@ -190,14 +271,17 @@ def test_a_caller_that_goes_while_it_waits_for_a_place_takes_none() -> None:
 
 
 def test_waits_are_bounded_for_a_caller_and_in_all() -> None:
-    admission = Admission(Limits(waits=2))
-    slots = [admission.enter(caller, "call") for caller in ("a", "a", "a", "b", "b", "c")]
-    assert [slot.wait() for slot in slots] == [True, True, False, True, True, False]
-    assert slots[0].wait(), "it waits already"
-    slots[0].stop_waiting()
-    assert slots[2].wait()
-    slots[1].close()
-    assert slots[5].wait()
+    async def test() -> None:
+        admission = Admission(Limits(waits=2))
+        slots = [await admission.enter(caller, "call") for caller in ("a", "a", "a", "b", "b", "c")]
+        assert [slot.wait() for slot in slots] == [True, True, False, True, True, False]
+        assert slots[0].wait(), "it waits already"
+        slots[0].stop_waiting()
+        assert slots[2].wait()
+        slots[1].close()
+        assert slots[5].wait()
+
+    run(test)
 
 
 # --- Answers
@@ -206,10 +290,10 @@ def test_waits_are_bounded_for_a_caller_and_in_all() -> None:
 def test_answers_wait_until_those_before_were_sent() -> None:
     async def test() -> None:
         admission = Admission(Limits(answer_bytes=100))
-        first, second = (admission.enter("a", "stream") for _ in range(2))
+        first, second = [await admission.enter("a", "stream") for _ in range(2)]
         await first.hold(70)
         waiting = asyncio.ensure_future(second.hold(70))
-        other = admission.enter("b", "stream")
+        other = await admission.enter("b", "stream")
         await other.hold(30)
         await settle()
         assert not waiting.done(), "75 are one caller's share"
@@ -225,7 +309,7 @@ def test_answers_wait_until_those_before_were_sent() -> None:
 def test_one_answer_beyond_the_share_is_sent_alone() -> None:
     async def test() -> None:
         admission = Admission(Limits(answer_bytes=100))
-        slot = admission.enter("a", "stream")
+        slot = await admission.enter("a", "stream")
         await slot.hold(1000)
         await slot.hold(1000)
         slot.close()
@@ -245,14 +329,14 @@ def test_slots_are_ended_where_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) 
         admission = Admission(Limits(request_s=500), clock)
         ending = asyncio.ensure_future(admission.end_overdue())
 
-        def enter(name: str) -> Slot:
-            return admission.enter(name, "call", lambda: ended.append(name))
+        async def enter(name: str) -> Slot:
+            return await admission.enter(name, "call", lambda: ended.append(name))
 
-        enter("silent")
-        coming, working, unread, read = map(enter, ("coming", "working", "unread", "read"))
+        await enter("silent")
+        coming, working, unread, read = [await enter(name) for name in ("coming", "working", "unread", "read")]
         await coming.place()
         await working.place()
-        working.came(10)
+        await working.came(10)
         await unread.hold(10)
         await read.hold(10)
         for seconds, expected in ((19, []), (2, ["silent"]), (38, ["silent"])):
@@ -275,73 +359,105 @@ def test_slots_are_ended_where_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_calls_of_a_token_and_of_a_run_are_limited() -> None:
-    admission = Admission(Limits(run_calls=2))
-    limited, other = Caller("limited", frozenset(), max_requests=1), Caller("other", frozenset())
-    first = admission.enter("limited", "call")
-    first.count(limited, "r")
-    with pytest.raises(ResourceExhaustedError, match=r"1 calls of caller 'limited' .* max_requests of the token"):
-        admission.enter("limited", "call").count(limited, "s")
-    admission.enter("other", "call").count(other, "r")
-    with pytest.raises(ResourceExhaustedError, match=r"2 calls of run 'r' .* max_run_requests"):
-        admission.enter("other", "call").count(other, "r")
-    assert dict(admission.counts()) == {("caller", "limited"): 1, ("run", "r"): 2}
-    first.close()
-    assert dict(admission.counts()) == {("run", "r"): 1}
+    async def test() -> None:
+        admission = Admission(Limits(run_calls=2))
+        limited, other = Caller("limited", frozenset(), max_requests=1), Caller("other", frozenset())
+        first = await admission.enter("limited", "call")
+        first.count(limited, "r")
+        with pytest.raises(ResourceExhaustedError, match=r"1 calls of caller 'limited' .* max_requests of the token"):
+            (await admission.enter("limited", "call")).count(limited, "s")
+        (await admission.enter("other", "call")).count(other, "r")
+        with pytest.raises(ResourceExhaustedError, match=r"2 calls of run 'r' .* max_run_requests"):
+            (await admission.enter("other", "call")).count(other, "r")
+        assert dict(admission.counts()) == {("caller", "limited"): 1, ("run", "r"): 2}
+        first.close()
+        assert dict(admission.counts()) == {("run", "r"): 1}
+
+    run(test)
 
 
 # --- Wrong calls
 
 
 def wrong_until(
-    admission: Admission, caller: str, is_reached: Callable[[], bool], code: str = "INVALID_ARGUMENT"
+    admission: Admission, name: str, is_reached: Callable[[float], bool], code: str = "INVALID_ARGUMENT"
 ) -> int:
+    """Refuses calls until one is delayed so. Returns how many there were before."""
     for count in range(100_000):
-        if is_reached():
+        if is_reached(admission.refused(name, f"{name}'s connection", code, 100)):
             return count
-        admission.refused(caller, "INVALID_ARGUMENT", 100)
     raise AssertionError("it was never reached")
 
 
 def test_wrong_calls_are_delayed_and_then_refused_unread() -> None:
     clock = Clock()
     admission = Admission(clock=clock)
-    free = wrong_until(admission, "a", lambda: admission.throttle_s("a") > 0)
+    free = wrong_until(admission, "a", lambda delay_s: delay_s > 0)
     assert free > 400, "now and then a call is wrong"
-    assert 0 < admission.throttle_s("a") <= 5
-    admission.check("a")
+    admission.check("a's connection")
 
-    def is_refused() -> bool:
+    def is_refused(_: float) -> bool:
         try:
-            admission.check("a")
+            admission.check("a's connection")
         except ResourceExhaustedError as error:
             return bool(error.retry_after_s)
         return False
 
     wrong_until(admission, "a", is_refused)
-    assert admission.throttle_s("b") == 0
+    assert admission.refused("b", "b's connection", "INVALID_ARGUMENT", 100) == 0
+    admission.check("b's connection")
     clock.now += 200
-    assert admission.throttle_s("a") == 0
-    admission.check("a")
+    assert admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100) == 0
+    admission.check("a's connection")
+
+
+def test_delayed_refusals_leave_one_after_another_and_one_alone_within_seconds() -> None:
+    clock = Clock()
+    admission = Admission(clock=clock)
+    wrong_until(admission, "a", lambda delay_s: delay_s > 4)
+    delays = [admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100) for _ in range(100)]
+    assert all(0.09 < later - earlier < 0.11 for earlier, later in pairwise(delays)), "10 per second"
+    clock.now += delays[-1]
+    assert 0 < admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100) <= 5
+    assert admission.refused("a", "a's connection", "NOT_FOUND", 100) > 0, "whatever is refused"
+
+
+def test_a_caller_with_many_connections_has_a_limit_too() -> None:
+    admission = Admission(clock=Clock())
+    delays = [admission.refused("a", f"connection {number}", "UNAUTHENTICATED", 0) for number in range(2000)]
+    assert delays[900] == 0
+    assert 20 < delays[-1] < 30, "40 per second"
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED"])
 def test_what_is_not_the_callers_fault_costs_nothing(code: str) -> None:
     admission = Admission()
-    for _ in range(10_000):
-        admission.refused("a", code, 1000)
-    assert admission.throttle_s("a") == 0
+    assert not any(admission.refused("a", "a", code, 1000) for _ in range(10_000))
 
 
 def test_large_requests_that_are_refused_cost_by_their_bytes() -> None:
-    clock = Clock()
-    admission = Admission(clock=clock)
-    for _ in range(5):
-        admission.refused("a", "RESOURCE_EXHAUSTED", 64 << 20)
-    assert admission.throttle_s("a") > 0
+    admission = Admission(clock=Clock())
+    assert [admission.refused("a", "a", "RESOURCE_EXHAUSTED", 64 << 20) > 0 for _ in range(5)][-1]
 
 
 def test_callers_that_were_never_wrong_again_are_forgotten() -> None:
     admission = Admission()
     for number in range(20_000):
-        admission.refused(f"caller {number}", "UNAUTHENTICATED", 0)
-    assert len(admission._paid_at) <= 4096
+        admission.refused(f"caller {number}", f"caller {number}", "UNAUTHENTICATED", 0)
+    assert len(admission._wrong_of_caller._accounts) <= 4096
+
+
+# --- Probes
+
+
+def test_probes_of_a_connection_are_paced() -> None:
+    async def test() -> None:
+        admission = Admission()
+        probes = [asyncio.ensure_future(admission.pace_probe("greedy")) for _ in range(20)]
+        await admission.pace_probe("modest")
+        await settle()
+        assert sum(probe.done() for probe in probes) == 10
+        for probe in probes:
+            probe.cancel()
+
+    run(test)

@@ -136,8 +136,12 @@ def test_health_and_reflection_are_bounded_and_nobody_is_kept_from_calling(monke
     with ExitStack() as opened:
         opened.callback(service.stop)
         api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
-        watch = api.channel.unary_stream("/grpc.health.v1.Health/Watch", request_serializer=bytes)
-        for _ in range(48):
+        for number in range(48):
+            # A connection has few probes.
+            if number % 8 == 0:
+                options = [("grpc.use_local_subchannel_pool", 1)]
+                channel = opened.enter_context(grpc.insecure_channel(service.grpc_address, options))
+                watch = channel.unary_stream("/grpc.health.v1.Health/Watch", request_serializer=bytes)
             watching = watch(b"")
             opened.callback(watching.cancel)
             next(watching)
@@ -193,13 +197,25 @@ def test_a_request_that_does_not_come_leaves_its_place_to_another_caller(tmp_pat
         opened.callback(service.stop)
         api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
         # One message of one call, which gRPC lets a client stream to a method that takes just one.
-        call = api.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
+        call = api.channel.stream_unary("/gristmill.v1.RolloutService/SubmitRows", request_serializer=bytes)
         silent = [opened.enter_context(closing(Silent())) for _ in range(2)]
         unsent = [call.future(iter(one), metadata=greedy) for one in silent]
         wait_until(lambda: len(service._api.admission.coming) == 2)
-        api.runs.ListRuns(run_pb2.ListRunsRequest(), metadata=modest, timeout=10)
+        api.runs.ListRuns(run_pb2.ListRunsRequest(), metadata=greedy, timeout=10)
+        assert not any(one.done() for one in unsent), "a call that is never large takes nothing from them"
+        with pytest.raises(grpc.RpcError, match="run 'r' does not exist"):
+            api.rollouts.SubmitRows(rollout_pb2.SubmitRowsRequest(run="r"), metadata=modest, timeout=10)
         wait_until(lambda: any(one.done() for one in unsent))
         assert [one.code() for one in unsent if one.done()] == [grpc.StatusCode.DEADLINE_EXCEEDED]
+
+
+def test_the_request_of_a_call_that_is_never_large_is_refused_unparsed_if_it_is(service: Service) -> None:
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        acknowledge = channel.unary_unary("/gristmill.v1.TrainerService/Acknowledge")
+        with pytest.raises(
+            grpc.RpcError, match="the request has 2000000 bytes, and the limit of Acknowledge is 1048576; send less"
+        ):
+            acknowledge(bytes(2_000_000), timeout=20)
 
 
 def allow_large_requests(service: Service, count: int) -> None:

@@ -48,14 +48,14 @@ class Counter:
         return Question(self, lambda: condition, self.read, lambda current: current >= value)
 
 
-def slot(waits: int = 1) -> Slot:
-    return Admission(Limits(waits=waits)).enter("someone", "call")
+async def slot(waits: int = 1) -> Slot:
+    return await Admission(Limits(waits=waits)).enter("someone", "call")
 
 
 @asynccontextmanager
 async def asking(long_poll: LongPoll, counter: Counter, value: int) -> AsyncIterator[asyncio.Task[int]]:
     """The body runs when the question waits."""
-    task = asyncio.ensure_future(long_poll.ask(counter.reaches(value), 20, slot()))
+    task = asyncio.ensure_future(long_poll.ask(counter.reaches(value), 20, await slot()))
     while not counter.wakes:
         await asyncio.sleep(0)
     yield task
@@ -74,7 +74,10 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def ask(counter: Counter, value: int, wait_s: float, long_poll: LongPoll | None = None) -> int:
-    return asyncio.run((long_poll or LongPoll()).ask(counter.reaches(value), wait_s, slot()))
+    async def ask() -> int:
+        return await (long_poll or LongPoll()).ask(counter.reaches(value), wait_s, await slot())
+
+    return asyncio.run(ask())
 
 
 def test_a_question_that_is_settled_does_not_wait() -> None:
@@ -105,13 +108,13 @@ def test_a_change_wakes_the_caller_that_waits_for_it() -> None:
 def test_beyond_the_limit_a_question_is_answered_as_it_is() -> None:
     async def test() -> None:
         admission, long_poll, counter = Admission(Limits(waits=1)), LongPoll(), Counter()
-        first = asyncio.ensure_future(long_poll.ask(counter.reaches(1), 20, admission.enter("a", "call")))
+        first = asyncio.ensure_future(long_poll.ask(counter.reaches(1), 20, await admission.enter("a", "call")))
         while not counter.wakes:
             await asyncio.sleep(0)
-        assert await long_poll.ask(Counter().reaches(1), 20, admission.enter("a", "call")) == 0
+        assert await long_poll.ask(Counter().reaches(1), 20, await admission.enter("a", "call")) == 0
         counter.set(1)
         assert await first == 1
-        other = asyncio.ensure_future(long_poll.ask(counter.reaches(2), 20, admission.enter("a", "call")))
+        other = asyncio.ensure_future(long_poll.ask(counter.reaches(2), 20, await admission.enter("a", "call")))
         while not counter.wakes:
             await asyncio.sleep(0)
         counter.set(2)

@@ -90,7 +90,7 @@ def test_a_refusal_that_is_delayed_keeps_nothing_of_its_request(
         return data
 
     monkeypatch.setattr(submit_codec, "decompressed", expand)
-    monkeypatch.setattr(Admission, "throttle_s", lambda admission, caller: 2.0)
+    monkeypatch.setattr(Admission, "refused", lambda admission, *call: 2.0)
     try:
         with grpc.insecure_channel(service.grpc_address) as channel:
             submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")

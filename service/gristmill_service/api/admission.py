@@ -9,6 +9,7 @@ on the event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -32,24 +33,32 @@ _SHARE = 0.75
 _RETRY_S = 1.0
 _LOOK_S = 0.5
 
-# A caller's invalid calls may use this share of the service's time, and this number of seconds at once before the
-# caller is throttled.
-_WRONG_SHARE, _FREE_S, _MOST_S = 1 / 200, 0.25, 0.5
-# The cost of an invalid call, and of each byte of a large refused call, in seconds.
+# The cost of a refused call, and of each byte of a large one, in seconds.
 _CALL_S, _BYTE_S = 0.5e-3, 1.2e-9
 _LARGE_BYTES = 64 << 10
 _LONGEST_DELAY_S = 5.0
-_MOST_CALLERS = 4096
+_MOST_CALLERS = _MOST_WAITING = 4096
 _WRONG = frozenset(["INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"])
 _NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
+
+
+# Requests of other calls are refused unparsed when they are larger, because many small values take long to parse.
+_UNBOUNDED = frozenset(["submit_rows", "write_columns"])
+_LISTS = frozenset(["begin_groups", "abort_trajectories", "abort_groups", "set_rewards"])
+
+
+def most_bytes(call: str) -> int | None:
+    """Returns the size of the largest request of a call; None: `max_message_bytes`."""
+    return None if call in _UNBOUNDED else 4 << 20 if call in _LISTS else 1 << 20
 
 
 class Limits(NamedTuple):
     """Limits of concurrent use. One caller may have three quarters of each, except `waits` and `run_calls`.
 
     calls, streams, probes: slots, by kind. waits: waiting calls of one caller; twice as many in total. requests: large
-        requests that are read or answered. answer_bytes: bytes of unsent answers. run_calls: calls for one run; None:
-        no limit. request_s: seconds after which an incomplete request is cancelled.
+        requests that are read or answered. small_requests: requests that are read of calls that are never large.
+        answer_bytes: bytes of unsent answers. run_calls: calls for one run; None: no limit. request_s: seconds after
+        which an incomplete large request is cancelled.
     """
 
     calls: int = 4096
@@ -57,6 +66,7 @@ class Limits(NamedTuple):
     probes: int = 64
     waits: int = 512
     requests: int = 32
+    small_requests: int = 32
     answer_bytes: int = 128 << 20
     run_calls: int | None = None
     request_s: float = 1044.0
@@ -105,6 +115,11 @@ class _Shared:
         taken = self.by_caller.get(caller, 0)
         return ResourceExhaustedError(f"{self.total} {self._what} ({taken} of this caller), {self._rule}", _RETRY_S)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many calls are waiting that no more may wait."""
+        return sum(map(len, self._waiting.values())) >= _MOST_WAITING
+
     async def wait(self, caller: str, n: int = 1) -> None:
         """Waits until n units are free, and takes them. Callers that have fewer units are served first."""
         granted = asyncio.get_running_loop().create_future()
@@ -143,6 +158,43 @@ class _Shared:
                 del self._waiting[caller]
 
 
+class _Allowance:
+    """The processor time of the service that refused calls of each name may use: a share of the time, and `free_s` at
+    once. Further refusals are delayed.
+
+    most_s: time that a name may owe; more is forgotten. longest_s: the delay of a refusal, unless others are delayed,
+        too: delayed refusals of a name leave one after another, so that they cannot come back all at once.
+    """
+
+    def __init__(self, share: float, free_s: float, most_s: float, longest_s: float = math.inf) -> None:
+        self._share, self._free_s, self._most_s, self._longest_s = share, free_s, most_s, longest_s
+        self._accounts: dict[str, tuple[float, float]] = {}
+
+    def charge(self, name: str, cost_s: float, now: float) -> float:
+        """Records processor time of a refused call. Returns by how many seconds to delay the refusal. Usually 0."""
+        if not cost_s and name not in self._accounts:
+            return 0.0
+        paid_at, leaves_at = self._accounts.pop(name, (now, now))
+        paid_at = min(max(now, paid_at) + cost_s / self._share, now + self._most_s / self._share)
+        if delay_s := self._owed_s(paid_at, now):
+            spacing_s = min(max(cost_s, _CALL_S) / self._share, self._longest_s)
+            leaves_at = max(now + min(delay_s, self._longest_s), leaves_at + spacing_s)
+            delay_s = leaves_at - now
+        self._accounts[name] = paid_at, leaves_at
+        if len(self._accounts) > _MOST_CALLERS:
+            owing = sorted((paid_at, name) for name, (paid_at, _) in self._accounts.items() if paid_at > now)
+            self._accounts = {name: self._accounts[name] for _, name in owing[-_MOST_CALLERS // 2 :]}
+        return delay_s
+
+    def wait_s(self, name: str, now: float) -> float:
+        """Returns after how many seconds the name has an allowance again."""
+        account = self._accounts.get(name)
+        return 0.0 if account is None else self._owed_s(account[0], now)
+
+    def _owed_s(self, paid_at: float, now: float) -> float:
+        return max(0.0, paid_at - now - self._free_s / self._share)
+
+
 class Admission:
     """All slots. Callers are identified by name; without tokens, by machine."""
 
@@ -158,60 +210,78 @@ class Admission:
             "probe": _Shared(most.probes, "health and reflection calls are open", no_more),
         }
         self.waits = _Shared(2 * most.waits, "calls wait", no_more, most.waits)
-        self.requests = _Shared(
-            most.requests,
-            "large requests are being read or answered",
-            f"and none finished within {REQUEST_S:g} s; retry",
-        )
+        none_ended = f"and none finished within {REQUEST_S:g} s; retry"
+        self.requests = _Shared(most.requests, "large requests are being read or answered", none_ended)
+        self.small_requests = _Shared(most.small_requests, "requests are being read", none_ended)
         self.answers = _Shared(most.answer_bytes, "bytes of answers are unsent", no_more)
         self.limited: Counter[tuple[str, str]] = Counter()
         self.coming: set[Slot] = set()
-        self._paid_at: dict[str, float] = {}
+        self.large_messages = 0
+        # A caller may have many connections, so their refusals together have a limit, too.
+        self._wrong_of_connection = _Allowance(1 / 200, free_s=0.25, most_s=0.6, longest_s=_LONGEST_DELAY_S)
+        self._wrong_of_caller = _Allowance(1 / 50, free_s=0.5, most_s=4.0)
+        self._crowding = _Allowance(1 / 50, free_s=0.05, most_s=4.0)
+        # 10 at once, and 2 per second.
+        self._probing = _Allowance(1 / 1000, free_s=0.005, most_s=0.1)
 
-    def enter(self, caller: str, kind: Kind, end: Callable[[], object] | None = None) -> Slot:
-        """Takes a slot. Raises ResourceExhaustedError if the caller has too many slots, or all callers together.
+    async def enter(self, caller: str, kind: Kind, end: Callable[[], object] | None = None) -> Slot:
+        """Takes a slot. If the caller has too many, or all callers together, waits for one, and raises
+        ResourceExhaustedError after a second or more: a caller with many such calls waits longer.
 
         end: ends the call, which then closes the slot. Called when the call is overdue, or when another caller needs
         its capacity. It may be set later, as `Slot.end`.
         """
-        counts = self.by_kind[kind]
-        if not counts.take(caller):
-            raise counts.error(caller)
+        await self.take(self.by_kind[kind], caller, _RETRY_S)
         slot = Slot(self, caller, kind, end)
         self.slots.add(slot)
         return slot
 
-    def refused(self, caller: str, code: str, nbytes: int) -> None:
-        """Records that a call with a request of n bytes was refused with this status. Invalid calls use an allowance of
-        the caller, which refills over time. Other refused calls use it only if their requests are large."""
-        if code in _NOT_THE_CALLERS:
+    async def take(self, shared: _Shared, caller: str, wait_s: float) -> None:
+        """Takes a unit for the caller. Waits for it at most this long, and longer if other calls of the caller wait, so
+        that they are refused one after another. Raises ResourceExhaustedError."""
+        if shared.take(caller):
             return
-        cost_s = max(0, nbytes - _LARGE_BYTES) * _BYTE_S + _CALL_S * (code in _WRONG)
-        if not cost_s:
-            return
-        now = self.clock()
-        paid_at = max(now, self._paid_at.pop(caller, now)) + cost_s / _WRONG_SHARE
-        self._paid_at[caller] = min(paid_at, now + _MOST_S / _WRONG_SHARE)
-        if len(self._paid_at) > _MOST_CALLERS:
-            unpaid = sorted((paid_at, name) for name, paid_at in self._paid_at.items() if paid_at > now)
-            self._paid_at = {name: paid_at for paid_at, name in unpaid[-_MOST_CALLERS // 2 :]}
+        delay_s = self._crowding.charge(caller, _CALL_S, self.clock())
+        if shared.is_crowded:
+            raise shared.error(caller)
+        try:
+            async with asyncio.timeout(wait_s + delay_s):
+                await shared.wait(caller)
+        except TimeoutError:
+            raise shared.error(caller) from None
 
-    def throttle_s(self, caller: str) -> float:
-        """Returns by how many seconds to delay a refusal of this caller, which keeps its slot meanwhile. Usually 0."""
-        return min(self._wait_s(caller), _LONGEST_DELAY_S) if caller in self._paid_at else 0.0
+    async def pace_probe(self, connection: str) -> None:
+        """Delays a call of health or reflection over a connection with many such calls."""
+        if delay_s := self._probing.charge(connection, _CALL_S, self.clock()):
+            await asyncio.sleep(delay_s)
 
-    def check(self, caller: str) -> None:
-        """Raises ResourceExhaustedError if the caller's allowance for invalid calls is exhausted. Call it before the
-        request is read."""
-        if caller in self._paid_at and (wait_s := self._wait_s(caller)) > _LONGEST_DELAY_S:
+    def refused(self, caller: str, connection: str, code: str, nbytes: int) -> float:
+        """Records that a call with a request of n bytes was refused with this status. Returns by how many seconds to
+        delay the refusal, which keeps its slot meanwhile. Usually 0.
+
+        Invalid calls use an allowance of the connection and one of its caller, which refill over time. Other refused
+        calls use them only if their requests are large.
+        """
+        cost_s, now = 0.0, self.clock()
+        if code not in _NOT_THE_CALLERS:
+            cost_s = max(0, nbytes - _LARGE_BYTES) * _BYTE_S + _CALL_S * (code in _WRONG)
+        return max(
+            self._wrong_of_connection.charge(connection, cost_s, now), self._wrong_of_caller.charge(caller, cost_s, now)
+        )
+
+    def check(self, connection: str) -> None:
+        """Raises ResourceExhaustedError if the connection's allowance for invalid calls is exhausted. Call it before
+        the request is read."""
+        if (wait_s := self._wrong_of_connection.wait_s(connection, self.clock())) > _LONGEST_DELAY_S:
             raise ResourceExhaustedError(
                 "too many recent calls of this caller were refused, so the service did not read this one; fix the "
                 f"cause in their errors, and retry in {wait_s:.0f} s",
                 retry_after_s=wait_s,
             )
 
-    def _wait_s(self, caller: str) -> float:
-        return max(0.0, self._paid_at[caller] - self.clock() - _FREE_S / _WRONG_SHARE)
+    def note(self, nbytes: int) -> None:
+        """Counts large messages, whose memory the process retains after they are freed."""
+        self.large_messages += nbytes > SMALL_BYTES
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """Returns the number of concurrent calls by ("caller" or "run", name), for callers and runs with a limit."""
@@ -224,9 +294,11 @@ class Admission:
             now = self.clock()
             for slot, due in [(slot, slot.due) for slot in self.slots if slot.due is not None and slot.due <= now]:
                 # A large request may take longer if no other request waits for capacity.
-                is_left = slot in self.coming and not self.requests.is_wanted
-                if not is_left or now >= due - REQUEST_S + self.limits.request_s:
+                is_left = slot in self.coming and slot.is_large and not self.requests.is_wanted
+                if slot.due == due and (not is_left or now >= due - REQUEST_S + self.limits.request_s):
                     slot.end_now()
+                    # Calls that end together must not delay others.
+                    await asyncio.sleep(0)
 
 
 class Slot:
@@ -236,22 +308,28 @@ class Slot:
         makes progress; None while the service works on it, or while the API limits the time of its request.
     """
 
-    __slots__ = ("_admission", "_has_place", "_held", "_is_open", "_kind", "_limits", "_waits", "caller", "due", "end")
+    __slots__ = ("_admission", "_held", "_is_open", "_kind", "_limits", "_place", "_waits", "caller", "due", "end")
 
     def __init__(self, admission: Admission, caller: str, kind: Kind, end: Callable[[], object] | None) -> None:
         self._admission, self.caller, self._kind, self.end = admission, caller, kind, end
         self.due: float | None = admission.clock() + REQUEST_S
         self._held = 0
         self._limits: tuple[tuple[str, str], ...] = ()
-        self._has_place = self._waits = False
+        # The capacity that the request occupies: of large requests or of small ones.
+        self._place: _Shared | None = None
+        self._waits = False
         self._is_open = True
 
-    def move(self, caller: str) -> None:
-        """Counts the slot for another caller, after it is identified. Raises like `Admission.enter`."""
+    @property
+    def is_large(self) -> bool:
+        """Whether the call has capacity for a large request."""
+        return self._place is self._admission.requests
+
+    async def move(self, caller: str) -> None:
+        """Counts the slot for another caller, after it is identified. Waits and raises like `Admission.enter`."""
         if caller != self.caller:
             counts = self._admission.by_kind[self._kind]
-            if not counts.take(caller):
-                raise counts.error(caller)
+            await self._admission.take(counts, caller, _RETRY_S)
             counts.give(self.caller)
             self.caller = caller
 
@@ -276,44 +354,46 @@ class Slot:
         limited.update(keys)
         self._limits = tuple(keys)
 
-    async def place(self) -> None:
-        """Takes capacity for a large request before its bytes are read. If there is none, ends the oldest incomplete
-        request of a caller with more large requests, and waits for capacity.
+    async def place(self, *, is_large: bool = True) -> None:
+        """Takes capacity for a request before its bytes are read. If there is none, ends the oldest incomplete request
+        of a caller with more such requests, and waits for capacity. A request of a call that is never large needs none
+        of the capacity of large ones, so that it does not wait for them.
 
-        Raises ResourceExhaustedError after 20 s. Does nothing if the slot already has the capacity.
+        Raises ResourceExhaustedError after 20 s or more. Does nothing if the slot already has the capacity.
         """
-        if self._has_place:
+        admission, is_timed, before = self._admission, self.due is not None, self._place
+        shared = admission.requests if is_large else admission.small_requests
+        if before is shared:
             return
-        admission, is_timed = self._admission, self.due is not None
-        requests = admission.requests
-        if not requests.take(self.caller):
+        if not shared.take(self.caller):
             self.due = None
-            self._take_back()
-            try:
-                async with asyncio.timeout(REQUEST_S):
-                    await requests.wait(self.caller)
-            except TimeoutError:
-                raise requests.error(self.caller) from None
-        self._has_place = True
+            self._take_back(shared)
+            await admission.take(shared, self.caller, REQUEST_S)
+        self._place = shared
+        if before is not None:
+            before.give(self.caller)
         if is_timed:
             admission.coming.add(self)
             self.due = admission.clock() + REQUEST_S
 
-    def _take_back(self) -> None:
-        admission, taken = self._admission, self._admission.requests.by_caller
-        ending = (slot for slot in admission.coming if slot.due is not None)
+    def _take_back(self, shared: _Shared) -> None:
+        taken = shared.by_caller
+        ending = (slot for slot in self._admission.coming if slot.due is not None and slot._place is shared)
         longest = min(ending, key=lambda slot: (-taken[slot.caller], slot.due), default=None)
         if longest is not None and taken[longest.caller] > taken.get(self.caller, 0) + 1:
             longest.end_now()
 
-    def came(self, nbytes: int) -> None:
+    async def came(self, nbytes: int) -> None:
         """Records that the whole request, of n bytes, has arrived. A small request releases its capacity now; a large
-        request releases it when the slot is closed."""
+        request takes capacity as in `place`, and releases it when the slot is closed."""
         self.due = None
         self._admission.coming.discard(self)
-        if self._has_place and nbytes <= SMALL_BYTES:
-            self._has_place = False
-            self._admission.requests.give(self.caller)
+        self._admission.note(nbytes)
+        if nbytes > SMALL_BYTES:
+            await self.place()
+        elif self._place is not None:
+            place, self._place = self._place, None
+            place.give(self.caller)
 
     def wait(self) -> bool:
         """Counts the call as waiting. Returns False if too many calls wait; then answer the call at once."""
@@ -329,16 +409,19 @@ class Slot:
     async def hold(self, nbytes: int) -> None:
         """Sets the number of unsent bytes of the answer to n. Waits while the unsent answers of the caller, or of all
         callers, are too large. The call is ended unless `hold` or `close` is called again within 60 s."""
-        answers = self._admission.answers
-        if self._held:
-            answers.give(self.caller, self._held)
-            self._held = 0
+        answers, before = self._admission.answers, self._held
         self.due = self._admission.clock() + SEND_S
-        if nbytes:
+        self._admission.note(nbytes)
+        if nbytes < before:
+            answers.give(self.caller, before - nbytes)
+        elif nbytes > before:
+            self._held = 0
+            if before:
+                answers.give(self.caller, before)
             if not answers.take(self.caller, nbytes):
                 await answers.wait(self.caller, nbytes)
                 self.due = self._admission.clock() + SEND_S
-            self._held = nbytes
+        self._held = nbytes
 
     def end_now(self) -> None:
         """Ends the call."""
@@ -351,11 +434,13 @@ class Slot:
         if not self._is_open:
             return
         self._is_open, self.end, admission = False, None, self._admission
+        # The request of a call that ends early may have been large.
+        admission.large_messages += self in admission.coming
         admission.slots.discard(self)
         admission.coming.discard(self)
         admission.by_kind[self._kind].give(self.caller)
-        if self._has_place:
-            admission.requests.give(self.caller)
+        if self._place is not None:
+            self._place.give(self.caller)
         if self._held:
             admission.answers.give(self.caller, self._held)
         if self._waits:

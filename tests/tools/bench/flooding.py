@@ -12,18 +12,24 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 
-from gristmill.v1 import rollout_pb2, rows_pb2
+from gristmill.v1 import rollout_pb2, rows_pb2, run_pb2, trainer_pb2
+from tests.tools.bench.streams import Connection, message
 
-RUN = "flooded"
-THREADS, CONNECTIONS, STREAMS = 8, 400, 400
-_MOST_ROWS = 60_000
+RUN, BATCHES = "flooded", "flooded-batches"
+"""BATCHES has a published batch."""
+THREADS, CONNECTIONS, STREAMS, SLOW_STREAMS = 8, 400, 400, 1500
+_SUBMIT = "/gristmill.v1.RolloutService/SubmitRows"
+_READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
+_MOST_ROWS, _LARGE_BYTES = 60_000, 15 << 20
 _ROW = (
     '{"uid":"a%d","sample":0,"step":%d,"is_last_step":false,'
     '"prompt_token_ids":[1],"response_ids":[1],"loss_mask":[1],"reward":0}'
@@ -49,6 +55,18 @@ class Flood:
             "repeated_rows": self._repeated_rows,
             "groups": self._groups,
             "refused": lambda: self._post("rows", b"{}", token="nobody's"),
+            "slow_bytes": self._slow_bytes,
+            "unread_shards": lambda: self._many(
+                4, 100, _READ_SHARD, trainer_pb2.ReadShardRequest(run=BATCHES, model=run_pb2.MODEL_POLICY)
+            ),
+            "unread_answers": lambda: self._many(
+                4, 500, "/gristmill.v1.TrainerService/GetBatch", trainer_pb2.GetBatchRequest(run=BATCHES)
+            ),
+            "refused_rows": lambda: self._many(4, 256, _SUBMIT, _wrong_rows(1)),
+            "rows_refused_alone": lambda: self._many(4, 16, _SUBMIT, _wrong_rows(1000, by_row=True)),
+            "refused_tokens": lambda: self._many(4, 256, _SUBMIT, _wrong_rows(1), token="nobody's"),
+            "health_watches": self._health_watches,
+            "large_acknowledgements": self._large_acknowledgements,
         }
 
     def _connections(self) -> None:
@@ -72,6 +90,53 @@ class Flood:
 
         for _ in range(STREAMS):
             self._held.append(submit.future(nothing(), metadata=self._metadata))
+
+    def _slow_bytes(self) -> None:
+        """Calls that send their message byte by byte, one a second."""
+        for _ in range(SLOW_STREAMS // 500):
+            threading.Thread(target=self._send_slowly, args=(500,), daemon=True).start()
+
+    def _send_slowly(self, count: int) -> None:
+        while not self._ended.is_set():
+            connection = Connection(self._address, dict(self._metadata))
+            with suppress(OSError), closing(connection):
+                while not self._ended.is_set():
+                    for stream in connection.running:
+                        connection.send(stream, b"\0")
+                    while len(connection.running) < count:
+                        connection.begin(_SUBMIT, b"\0\0\0\1\0", ends=False)
+                    connection.flush()
+                    due = time.monotonic() + 1
+                    while (left := due - time.monotonic()) > 0:
+                        connection.read(left)
+
+    def _many(self, connections: int, streams: int, path: str, request: Any, token: str = "") -> None:
+        """So many calls at a time over each connection. The next one begins when one ends; long answers stay unread."""
+        data, metadata = message(request.SerializeToString()), {"authorization": f"Bearer {token or self._token}"}
+        for _ in range(connections):
+            threading.Thread(target=self._call, args=(streams, path, data, metadata), daemon=True).start()
+
+    def _call(self, streams: int, path: str, data: bytes, metadata: dict[str, str], *, resets: bool = False) -> None:
+        while not self._ended.is_set():
+            connection = Connection(self._address, metadata, resets=resets)
+            with suppress(OSError), closing(connection):
+                while not self._ended.is_set():
+                    while len(connection.running) < streams and not connection.is_spent:
+                        connection.begin(path, data)
+                    connection.flush()
+                    connection.read(1.0)
+
+    def _health_watches(self) -> None:
+        """Each is opened, answered and closed."""
+        for _ in range(40):
+            args = (100, "/grpc.health.v1.Health/Watch", message(b""), dict[str, str]())
+            threading.Thread(target=self._call, args=args, kwargs={"resets": True}, daemon=True).start()
+
+    def _large_acknowledgements(self) -> None:
+        channel = grpc.insecure_channel(self._address, (("grpc.max_send_message_length", -1),))
+        acknowledge = channel.unary_unary("/gristmill.v1.TrainerService/Acknowledge")
+        request = trainer_pb2.AcknowledgeRequest(run="r" * _LARGE_BYTES).SerializeToString()
+        self._over_and_over(lambda: acknowledge(request, metadata=self._metadata, timeout=60))
 
     def _post(self, call: str, body: bytes, encoding: str = "identity", token: str = "") -> None:
         headers = {
@@ -135,6 +200,22 @@ class Flood:
 
         for _ in range(THREADS):
             threading.Thread(target=keep_on, daemon=True).start()
+
+
+def _wrong_rows(count: int, *, by_row: bool = False) -> rollout_pb2.SubmitRowsRequest:
+    """Rows whose samples are negative."""
+    rows = rows_pb2.Rows(
+        uids=[f"w{row}" for row in range(count)],
+        samples=[-1] * count,
+        steps=[0] * count,
+        is_last_steps=[True] * count,
+        prompt_lengths=[1] * count,
+        response_lengths=[1] * count,
+        tokens=b"\x01\0\0\0" * 2 * count,
+        loss_mask=b"\1" * count,
+        rewards=[0.0] * count,
+    )
+    return rollout_pb2.SubmitRowsRequest(run=RUN, rows=rows, refuse_by_row=by_row)
 
 
 def _one_row(uid: str, tokens: int) -> rows_pb2.Rows:

@@ -9,7 +9,7 @@ import struct
 import time
 from collections.abc import Callable
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 
@@ -23,7 +23,7 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
         for one in self._sockets:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            one.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+            one.sendall(PREFACE + frame(_SETTINGS, 0, 0, b""))
             self._selector.register(one, selectors.EVENT_READ)
         self._address, self._stream = address, -1
 
@@ -32,9 +32,9 @@ class Ranks:
         self._stream += 2
         head = {":method": "POST", ":scheme": "http", ":path": method, ":authority": self._address}
         head |= {"te": "trailers", "content-type": "application/grpc"}
-        fields = b"".join(b"\0" + _text(name) + _text(value) for name, value in head.items())
+        fields = b"".join(b"\0" + text(name) + text(value) for name, value in head.items())
         message = struct.pack(">BI", 0, len(request)) + request
-        call = _frame(_HEADERS, _END_HEADERS, self._stream, fields) + _frame(_DATA, _END_STREAM, self._stream, message)
+        call = frame(_HEADERS, _END_HEADERS, self._stream, fields) + frame(_DATA, _END_STREAM, self._stream, message)
         for one in self._sockets:
             one.sendall(call)
 
@@ -61,7 +61,7 @@ class Ranks:
                 break
             stream, payload = int.from_bytes(data[at + 5 : at + 9]), data[at + 9 : at + 9 + size]
             if kind in (_SETTINGS, _PING) and not flags & _ACK:
-                one.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
+                one.sendall(frame(kind, _ACK, 0, payload if kind == _PING else b""))
             if stream == self._stream and kind in (_DATA, _HEADERS) and flags & _END_STREAM:
                 on_end()
             at += 9 + size
@@ -73,10 +73,11 @@ class Ranks:
             one.close()
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
 
 
-def _text(value: str) -> bytes:
-    """HPACK's string, without Huffman's code; shorter than 127 bytes."""
-    return bytes((len(value),)) + value.encode()
+def text(value: str) -> bytes:
+    """HPACK's string, without Huffman's code; shorter than 255 bytes."""
+    length = bytes((len(value),)) if len(value) < 127 else bytes((127, len(value) - 127))
+    return length + value.encode()

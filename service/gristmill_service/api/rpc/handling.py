@@ -40,11 +40,16 @@ from gristmill_service.off_loop import OneByOne
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
+# Checked for each refused call, because structlog would format even lines that are not written.
+_logs = logging.getLogger(__name__).isEnabledFor
 
 _ZSTD = b"\x28\xb5\x2f\xfd"
 """The first bytes of a zstd frame. A request that contains them may expand to a much larger size."""
 _SEARCHED_BYTES = 1 << 20
 """How many bytes of a request are searched for a frame. The rest of a larger request cannot expand much."""
+
+_PART_BYTES = 1 << 20
+"""The usual size of a part of a stream."""
 
 _ATTRIBUTES = ("run", "batch", "mini_batch", "rank")
 _Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -185,14 +190,20 @@ class Handling:
         call = Call(context)
         try:
             slot = await self._enter(method, call, metadata)
-            await slot.place()
+            await slot.place(is_large=method.most_bytes is None)
             data = await call.read()
             if data is None:
                 raise InvalidArgumentError("the call ended without a request message; send one message")
             nbytes, is_zstd = len(data), data.find(_ZSTD, 0, _SEARCHED_BYTES) >= 0
+            if nbytes > (method.most_bytes or nbytes):
+                api.admission.note(nbytes)
+                raise InvalidArgumentError(
+                    f"the request has {nbytes} bytes, and the limit of {method.name} is {method.most_bytes}; send less "
+                    "per request"
+                )
             if method.is_large or is_zstd:
                 nbytes = max(nbytes, SMALL_BYTES + 1)
-            slot.came(nbytes)
+            await slot.came(nbytes)
             if is_zstd:
                 request = await self._expand(parsed, data, method.parse)
             else:
@@ -233,7 +244,9 @@ class Handling:
         forward the call."""
         gate, admission, shown = self._api.gate, self._api.admission, dict(metadata)
         if not method.call or (gate.is_open and passed_on.MARK not in shown):
-            return call.take(admission.enter(call.machine, method.kind))
+            if method.kind == "probe":
+                await admission.pace_probe(call.connection)
+            return call.take(await admission.enter(call.machine, method.kind))
         identity: Caller | None = ANYONE
         refused: GristmillError | None = None
         try:
@@ -245,8 +258,8 @@ class Handling:
             refused = error
         except UnavailableError as error:
             refused = error
-            admission.refused(call.machine, UnauthenticatedError.code, 0)
-        slot = call.take(admission.enter(call.identified(identity or ANYONE), method.kind))
+            admission.refused(call.machine, call.machine, UnauthenticatedError.code, 0)
+        slot = call.take(await admission.enter(call.identified(identity or ANYONE), method.kind))
         if refused is not None:
             try:
                 raise refused
@@ -254,7 +267,7 @@ class Handling:
                 # Breaks the reference cycle of the error and this frame.
                 del refused
         if identity is None:
-            slot.move(call.identified(await gate.identify(shown[AUTHORIZATION])))
+            await slot.move(call.identified(await gate.identify(shown[AUTHORIZATION])))
         admission.check(call.throttled)
         return slot
 
@@ -285,7 +298,12 @@ class Handling:
     async def _send(self, slot: Slot, answers: AsyncIterator[bytes], context: Any) -> bytes:
         nbytes = 0
         async with aclosing(answers):  # type: ignore[type-var]
-            async for answer in answers:
+            while True:
+                # Before the next part is read, because it needs memory from then on.
+                await slot.hold(_PART_BYTES)
+                slot.due = None
+                if (answer := await anext(answers, None)) is None:
+                    break
                 nbytes += len(answer)
                 await slot.hold(len(answer))
                 await context.write(answer)
@@ -303,12 +321,15 @@ class Handling:
             status, details, trailers = refused.grpc_status, refused.grpc_message, refused.trailers
             if refused.code == "INTERNAL":
                 _log.error("call failed", call=method.name, exc_info=error)
-            _log.debug("call refused", call=method.name, code=refused.code, reason=refused.message)
+            if _logs(logging.DEBUG):
+                _log.debug("call refused", call=method.name, code=refused.code, reason=refused.message)
         # The error's frames would keep the request, also decompressed, in memory while the refusal is delayed.
         error.__context__ = error.__cause__ = error.__traceback__ = None
         if method.call and not self._api.gate.is_open:
-            self._api.admission.refused(call.throttled, status.name, call.nbytes)
-            if delay_s := self._api.admission.throttle_s(call.throttled):
+            caller = call.machine if call.slot is None else call.slot.caller
+            if delay_s := self._api.admission.refused(caller, call.throttled, status.name, call.nbytes):
+                if call.slot is not None:
+                    call.slot.due = None
                 await asyncio.sleep(delay_s)
         if call.slot is not None:
             await call.slot.hold(0)

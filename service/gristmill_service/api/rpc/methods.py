@@ -23,7 +23,7 @@ from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service import tracing
 from gristmill_service.access import caller
 from gristmill_service.api import calls
-from gristmill_service.api.admission import Kind, Slot
+from gristmill_service.api.admission import Kind, Slot, most_bytes
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.row_requests import RowsRequest
@@ -70,7 +70,7 @@ class Method(NamedTuple):
     no role. kind: the kind of its slot.
     answer(api, slot, request): a coroutine that returns a message or the answer's bytes, or an asynchronous generator
         of these.
-    is_large: whether the answer takes as much memory as a large request.
+    is_large: whether the answer takes as much memory as a large request. most_bytes: see `admission.most_bytes`.
     """
 
     path: str
@@ -81,6 +81,7 @@ class Method(NamedTuple):
     answer: Callable[[ApiContext, Slot, Any], Any]
     is_stream: bool
     is_large: bool = False
+    most_bytes: int | None = 1 << 20
 
 
 def methods(api: ApiContext) -> Iterator[Method]:
@@ -104,6 +105,7 @@ def methods(api: ApiContext) -> Iterator[Method]:
                     _ANSWERS[call],
                     method.server_streaming,
                     method.name == "ListGroups",
+                    most_bytes(call),
                 )
 
 

@@ -83,7 +83,8 @@ def reflection_handler(admission: Admission, services: Sequence[str]) -> grpc.Rp
     async def reflect(_: object, context: Any) -> None:
         call = Call(context)
         try:
-            slot = call.take(admission.enter(call.machine, "probe"))
+            await admission.pace_probe(call.connection)
+            slot = call.take(await admission.enter(call.machine, "probe"))
             async for answer in answers.ServerReflectionInfo(questions(call), context):
                 data = answer.SerializeToString()
                 await slot.hold(len(data))

@@ -39,7 +39,7 @@ class Admitted:
             return
         address = scope[THROTTLED] = address_of(scope)
         try:
-            slot = scope[SLOT] = self._admission.enter(address, "call", scope.get(ABORT))
+            slot = scope[SLOT] = await self._admission.enter(address, "call", scope.get(ABORT))
         except ResourceExhaustedError as error:
             await error_response(error, CLOSE)(scope, receive, send)
             return
@@ -56,7 +56,7 @@ class Admitted:
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if code := _CODES.get(message["status"]):
-                    await self._refuse(scope[THROTTLED], code, nbytes, message)
+                    await self._refuse(slot.caller, scope[THROTTLED], code, nbytes, message)
                 await send(message)
             else:
                 await _send_in_parts(message, slot, scope.get(HELD, 0), send)
@@ -66,11 +66,10 @@ class Admitted:
         finally:
             slot.close()
 
-    async def _refuse(self, caller: str, code: str, nbytes: int, message: Message) -> None:
+    async def _refuse(self, caller: str, connection: str, code: str, nbytes: int, message: Message) -> None:
         if not self._throttles:
             return
-        self._admission.refused(caller, code, nbytes)
-        if delay_s := self._admission.throttle_s(caller):
+        if delay_s := self._admission.refused(caller, connection, code, nbytes):
             await asyncio.sleep(delay_s)
             MutableHeaders(scope=message).update(CLOSE)
 

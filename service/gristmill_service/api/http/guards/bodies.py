@@ -80,7 +80,7 @@ class Bodies:
             raise InvalidArgumentError(f"content-encoding {encoding!r} is not supported; send gzip, or no encoding")
         if kind not in _NO_JSON:
             check_size(body, scope["path"])
-        slot.came(len(body))
+        await slot.came(len(body))
         return body
 
     async def _received(self, declared: bytes, receive: Receive, slot: Slot) -> bytes:

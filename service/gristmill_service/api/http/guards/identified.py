@@ -45,7 +45,7 @@ class Identified:
             self._begin_passed_on(scope)
             identity = await self._identify(scope)
             caller.begin(identity)
-            self._admit(scope, identity)
+            await self._admit(scope, identity)
         except GristmillError as error:
             await error_response(error)(scope, receive, send)
             return
@@ -57,7 +57,7 @@ class Identified:
             came_from = self._gate.came_from(Headers(scope=scope))
         except UnavailableError:
             # The request is counted like a request with an unknown token.
-            self._admission.refused(scope[THROTTLED], "UNAUTHENTICATED", 0)
+            self._admission.refused(scope[THROTTLED], scope[THROTTLED], "UNAUTHENTICATED", 0)
             raise
         passed_on.begin(came_from)
         if came_from:
@@ -80,11 +80,11 @@ class Identified:
             self._gate.check(identity, "docs" if identity is not ANYONE else "a call over HTTP", None, None)
         return identity
 
-    def _admit(self, scope: Scope, identity: Caller) -> None:
+    async def _admit(self, scope: Scope, identity: Caller) -> None:
         """Counts the slot for the caller. Raises ResourceExhaustedError like `Admission.enter` and `check`."""
         address = address_of(scope)
         is_known = identity is not ANYONE and identity is not EVERYONE_IS_ADMIN
-        scope[SLOT].move(identity.name if is_known else address)
+        await scope[SLOT].move(identity.name if is_known else address)
         if is_known:
             # Invalid calls are counted per machine, so that other workers with the same token are not throttled.
             scope[THROTTLED] = f"{identity.name} {address}"
