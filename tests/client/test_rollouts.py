@@ -16,6 +16,7 @@ from gristmill import (
     InvalidArgumentError,
     ResourceExhaustedError,
     RolloutClient,
+    RowOutcome,
     TrainerClient,
 )
 from gristmill._client.rollout import requests, sender
@@ -252,6 +253,22 @@ def test_a_group_that_nobody_began_does_not_wait_for_a_sample_that_raised_before
     client.flush()
     assert client.status().batches_sealed == 1
     assert next(iter(trainer)).plan["rows"] == 1
+
+
+@pytest.mark.parametrize("scores", [[1.0, 0.0], []])
+def test_a_row_that_says_that_its_sample_was_aborted_ends_it_and_the_group_goes_on(
+    client: RolloutClient, scores: list[float]
+) -> None:
+    client.create_run(CONFIG | {"n_samples_per_prompt": 3, "train_batch_size": 1, "policy_mini_batch_size": 1})
+    rows: list[dict[str, Any]] = [
+        {"uid": "p0", "sample": sample, "aborted": "failed"} for sample in range(2, len(scores) - 1, -1)
+    ]
+    rows += [{**ROW, "uid": "p0", "sample": sample, "reward": score} for sample, score in enumerate(scores)]
+    outcomes = [outcome.name for outcome in client.submit(rows)]
+    assert outcomes == ["DROPPED"] * (3 - len(scores)) + ["ACCEPTED"] * len(scores)
+    (group,) = client.groups()
+    assert group.state.name == ("SEALED" if scores else "DROPPED")
+    assert client.submit(rows[:1]) == [RowOutcome.DROPPED]
 
 
 def test_begun_groups_are_those_that_there_is_room_for(client: RolloutClient, trainer: TrainerClient) -> None:

@@ -517,6 +517,21 @@ def test_groups_of_a_file_are_as_large_as_their_rows_say(config: Path, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_samples_of_a_file_that_were_aborted_are_left_out(config: Path, tmp_path: Path, kind: str) -> None:
+    one = {"step": 0, "is_last_step": True, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1]}
+    lost = {"uid": "a", "sample": 1, "aborted": "failed"}
+    rows = [{"uid": "a", "sample": 0, "reward": 1.0, **one}, lost, {"uid": "b", "sample": 0, "reward": 0.0, **one}]
+    file = tmp_path / f"rollouts.{kind}"
+    if kind == "jsonl":
+        file.write_text(lines(rows))
+    else:
+        columns = {name: pa.array([row.get(name) for row in rows]) for name in {**rows[0], **lost}}
+        pq.write_table(pa.table(columns), file)
+    plan = json.loads(run("plan", file, "--config", config).stdout)
+    assert (plan["rows"], plan["counts"]["incomplete_groups"]) == (2, 2)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_of_a_file_may_name_their_task(config: Path, tmp_path: Path, kind: str) -> None:
     rows = [row | {"tag": "math" if row["uid"] in ("p0", "p3") else ""} for row in rollouts()]
     rows = [row | {"policy_versions": [row["step"]] * len(row["response_ids"])} for row in rows]

@@ -65,6 +65,19 @@ def test_prompt_and_response_in_one_are_to_be_cut() -> None:
     assert "split input_ids into prompt_token_ids and response_ids" in refused(ROW | {"input_ids": [1, 2, 3]})
 
 
+def test_a_file_of_nemo_rls_rollouts_is_refused_with_what_each_name_is_here() -> None:
+    """Its log-probabilities and masks are those of all tokens."""
+    row = {"uid": "a", "sample": 0, "rewards": 1.0, "advantages": 0.5, "input_lengths": 3, "token_ids": [1, 2, 3]}
+    message = refused(row | {"token_loss_mask": [0, 0, 1], "generation_logprobs": [0.0, 0.0, -0.5]})
+    assert (
+        "; omit advantages, or rename it to advantage for a run with advantage_estimator: none; "
+        "rename generation_logprobs to rollout_logprobs, and keep its values of the response; "
+        "omit input_lengths, because the service computes it; rename rewards to reward; "
+        "split token_ids into prompt_token_ids and response_ids; "
+        "rename token_loss_mask to loss_mask, and keep its values of the response; expected" in message
+    )
+
+
 def test_a_field_that_is_there_already_is_not_proposed_again() -> None:
     assert "unknown field responses; expected" in refused(ROW | {"responses": [3]})
 

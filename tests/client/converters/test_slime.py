@@ -97,6 +97,38 @@ def test_a_reward_of_several_is_named_and_one_that_is_not_there_is_pending() -> 
     assert fields_of(from_slime([sample(reward=None)]), "reward") == [None]
 
 
+@pytest.mark.parametrize("status", [Status.ABORTED, Status.FAILED])
+def test_a_sample_that_was_aborted_without_a_reward_says_so_in_place_of_its_tokens(status: Status) -> None:
+    lost = sample(5, reward=None, status=status, tokens=[0, 0], response_length=0, loss_mask=None)
+    rows = from_slime([sample(4), lost], tags=["math", "math"], round=2, attempt=1)
+    assert fields_of(rows[:1], "uid", "sample", "reward") == [("2", 0, 4.0)]
+    names = {"uid": "2", "round": 2, "sample": 1, "attempt": 1, "tag": "math"}
+    assert rows[1:] == [{**names, "aborted": status.value}]
+    scored = sample(5, reward=0.0, status=status)
+    assert fields_of(from_slime([sample(4), scored]), "reward") == [4.0, 0.0]
+
+
+def test_a_rollout_of_which_a_sample_was_aborted_is_aborted_whole() -> None:
+    turns = [sample(4, rollout_id=4, reward=None), sample(4, rollout_id=4, reward=None, status=Status.ABORTED)]
+    rows = from_slime([*turns, sample(5)])
+    assert fields_of(rows, "sample", "reward") == [(1, 5.0), (0, None)]
+    assert rows[1]["aborted"] == "aborted"
+    turns[0].reward = 1.0
+    with pytest.raises(InvalidArgumentError, match="its 2 rows have the rewards"):
+        from_slime(turns)
+
+
+def test_the_candidates_of_score_centering_are_columns() -> None:
+    made = sample()
+    made.__dict__ |= {"rollout_topk_token_ids": [[3, 9]] * 4, "rollout_topk_log_probs": [[-0.5, -1.0]] * 4}
+    with pytest.raises(
+        InvalidArgumentError, match=r"rollout_topk_log_probs \(the logprobs of rollout_topk_token_ids\)"
+    ):
+        from_slime([made])
+    names = ["rollout_topk_token_ids", "rollout_topk_log_probs"]
+    assert fields_of(from_slime([made], columns=names), *names) == [([[3, 9]] * 4, [[-0.5, -1.0]] * 4)]
+
+
 def test_columns_are_what_the_sample_holds_and_routes_those_that_the_engine_reported() -> None:
     routes = torch.arange(5 * 2 * 2, dtype=torch.int32).reshape(5, 2, 2)
     rows = from_slime(

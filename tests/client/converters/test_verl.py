@@ -74,6 +74,26 @@ def test_columns_are_cut_by_their_width_and_positions_of_several_axes_are_turned
     assert fields_of(rows, "weights", "task") == [([0, 1, 2, 3, 4, 5], 1), ([0, 1], 2), ([0, 1, 2], 3)]
 
 
+def test_what_a_reward_function_adds_is_refused_until_it_is_named_and_is_absent_where_it_is_none() -> None:
+    batch = verl_batch()
+    batch.meta_info["reward_extra_keys"] = ["acc", "pred"]
+    batch.non_tensor_batch["acc"] = np.array([1.0, 0.0, 0.5])
+    batch.non_tensor_batch["pred"] = np.array([3, None, 4], object)
+    batch.non_tensor_batch["data_source"] = np.array(["math", "math", "code"], object)
+    with pytest.raises(InvalidArgumentError, match=r"unknown key acc; .*pass columns=\['acc'\], or pass ignore"):
+        from_verl(batch, ignore=ROUTES)
+    rows = from_verl(batch, columns=["acc", "pred"], ignore=ROUTES)
+    assert fields_of(rows, "acc", "pred") == [(1.0, 3), (0.0, None), (0.5, 4)]
+    assert ["pred" in row for row in rows] == [True, False, True]
+    assert not any({"acc", "data_source"} & row.keys() for row in from_verl(batch, ignore=[*ROUTES, "acc", "pred"]))
+    batch.non_tensor_batch["difficulty"] = np.array([1, 2, 3])
+    assert fields_of(from_verl(batch, columns=["difficulty"], ignore=[*ROUTES, "acc", "pred"]), "difficulty") == [
+        1,
+        2,
+        3,
+    ]
+
+
 def test_images_are_columns_of_the_rows_that_have_them() -> None:
     batch = verl_batch()
     batch.non_tensor_batch["multi_modal_inputs"][0] = {"pixel_values": torch.ones(2, 3)}

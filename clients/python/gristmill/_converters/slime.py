@@ -17,6 +17,9 @@ _WHAT = "slime samples"
 _IMAGES = "multimodal_train_inputs"
 _ROUTES = "rollout_routed_experts"
 _MASK, _MASK_OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
+_TOP_IDS, _TOP_LOGPROBS = "rollout_topk_token_ids", "rollout_topk_log_probs"
+# Their samples have no reward, unless they were scored all the same.
+_ABORTED = ("aborted", "failed")
 # Maps values of `status` to SGLang's stop reasons. "pending" is absent: such a sample was not sampled yet.
 _STOP_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
 _KEYS = Keys(
@@ -47,6 +50,8 @@ _KEYS = Keys(
         _ROUTES: "the routed experts of every token",
         _MASK: "the tokens that top-p kept",
         _MASK_OFFSETS: f"the start of each token's entries in {_MASK}",
+        _TOP_IDS: "the engine's most likely tokens, for score centering",
+        _TOP_LOGPROBS: f"the logprobs of {_TOP_IDS}",
         "train_metadata": "the loss function's arguments for the sample",
     },
 )
@@ -69,7 +74,9 @@ def from_slime(
     Samples with the same `group_index` are a group, numbered in the order of `rollout_id`, or `index` if that is None.
     Samples of one rollout become its steps, in their order, and must have the same reward. The last `response_length`
     of `tokens` are the response. Without a `loss_mask`, every token of the response is trained; with `remove_sample`,
-    none is. A reward of None is pending. The stop reason follows from `status`: stop, length, abort or failed.
+    none is. The stop reason follows from `status`: stop, length, abort or failed. A reward of None is pending; of a
+    sample that was aborted or failed, no reward comes, so its row says `aborted` in place of what was sampled: `submit`
+    aborts the trajectory, and the group goes on without it.
     `weight_versions` has one entry per call of the engine. If the response has the same number of segments with
     `loss_mask` 1, each segment gets one of the versions; otherwise all tokens get the oldest version.
 
@@ -92,19 +99,33 @@ def from_slime(
     for position, sample in enumerate(flat):
         uid = uid_of(attribute(sample, "group_index"), f"{_WHAT}: sample {position}")
         where = f"{_WHAT}: sample {position} (uid {uid!r} index {attribute(sample, 'index')})"
+        names = {"uid": uid, "round": round, "sample": numbers[position], "attempt": attempt, **tag_fields[position]}
+        reward, status = _reward(attribute(sample, "reward"), reward_key, where), _status(sample, where)
+        if reward is None and status in _ABORTED:
+            rows.append({**names, "reward": None, "aborted": status})
+            continue
+        fields = _fields(sample, where)
         rows.append(
             {
-                "uid": uid,
-                "round": round,
-                "sample": numbers[position],
-                "attempt": attempt,
-                **(fields := _fields(sample, reward_key, where)),
+                **names,
+                **fields,
+                "reward": reward,
+                "stop_reason": _STOP_REASONS[status],
                 **(_versions(sample, fields) if policy_version is None else {"policy_version": policy_version}),
                 **_columns(present[position], choice, where),
-                **tag_fields[position],
             }
         )
-    return as_steps(rows)
+    return _with_aborts(as_steps(rows))
+
+
+def _with_aborts(rows: list[Row]) -> list[Row]:
+    """Replace the rows of a trajectory of which a sample was aborted by one that says so."""
+    aborted: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        if "aborted" in row:
+            names = ("uid", "round", "sample", "attempt", "tag", "aborted")
+            aborted[row["uid"], row["sample"]] = {name: row[name] for name in names if name in row}
+    return [*(row for row in rows if (row["uid"], row["sample"]) not in aborted), *aborted.values()]
 
 
 def _flat(samples: Iterable[Any]) -> Iterator[Any]:
@@ -140,7 +161,7 @@ def _rollout(sample: Any) -> Any:
     return attribute(sample, "index") if rollout is None else rollout
 
 
-def _fields(sample: Any, reward_key: str | None, where: str) -> Row:
+def _fields(sample: Any, where: str) -> Row:
     tokens = array_of(attribute(sample, "tokens"), "tokens", where)
     length = int(attribute(sample, "response_length", 0))
     if not 0 < length < len(tokens):
@@ -152,8 +173,6 @@ def _fields(sample: Any, reward_key: str | None, where: str) -> Row:
         "prompt_token_ids": tokens[:-length],
         "response_ids": tokens[-length:],
         "loss_mask": np.ones(length, np.uint8) if mask is None else array_of(mask, "loss_mask", where),
-        "reward": _reward(attribute(sample, "reward"), reward_key, where),
-        "stop_reason": _stop_reason(sample, where),
     }
     if attribute(sample, "remove_sample"):
         fields["loss_mask"] = np.zeros(length, np.uint8)
@@ -170,13 +189,13 @@ def _reward(reward: Any, key: str | None, where: str) -> Any:
     return reward[key]
 
 
-def _stop_reason(sample: Any, where: str) -> str:
+def _status(sample: Any, where: str) -> str:
     status = attribute(sample, "status")
-    value = getattr(status, "value", status)
+    value: str = getattr(status, "value", status)
     if value not in _STOP_REASONS:
         known = ", ".join(_STOP_REASONS)
         raise InvalidArgumentError(f"{where}: status is {value!r}, not one of {known}; omit unsampled samples")
-    return _STOP_REASONS[value]
+    return value
 
 
 def _versions(sample: Any, fields: Row) -> Row:

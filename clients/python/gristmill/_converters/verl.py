@@ -21,7 +21,7 @@ from gristmill.errors import InvalidArgumentError
 _WHAT = "verl batch"
 _IMAGES = "multi_modal_inputs"
 # Names of tensors (verl/experimental/agent_loop/agent_loop.py, verl/trainer/ppo). Other entries belong to the data set
-# and the agent loops; of these, only _IMAGES is checked.
+# and the agent loops; of these, only _IMAGES and those of reward functions are checked.
 _ROUTES = "routed_experts"
 _KEYS = Keys(
     _WHAT,
@@ -79,7 +79,8 @@ def from_verl(
         an agent loop returned several outputs. Without keys, the sample is the `session_id`, or rows are counted.
     tags: one per row, for example `batch.non_tensor_batch["data_source"]`.
     columns: their padding is also removed if they are as wide as the response, or as prompt and response. May contain
-        names within `multi_modal_inputs`.
+        names within `multi_modal_inputs`, and other entries such as those of `meta_info["reward_extra_keys"]`. A row
+        whose entry is None has no such column.
 
         rollouts = agent_loop_manager.generate_sequences(prompts)
         client.submit(from_verl(rollouts, columns=["routed_experts"]))
@@ -118,6 +119,9 @@ class _Batch:
     @classmethod
     def of(cls, batch: Any, choice: Choice) -> _Batch:
         present, others = _divided(batch)
+        of_rewards = (getattr(batch, "meta_info", None) or {}).get("reward_extra_keys") or ()
+        named = [name for name in (*of_rewards, *choice.columns) if name in others]
+        present |= {name: entries_of(others[name], name, _WHAT) for name in named}
         for name in ("prompts", "responses", "response_mask"):
             if name not in present:
                 raise InvalidArgumentError(f"{_WHAT}: {name} is missing; every row needs it")

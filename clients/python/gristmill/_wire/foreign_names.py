@@ -13,7 +13,6 @@ _OURS = {
     "rollout_logprobs": "logprobs log_probs old_logprobs old_log_probs rollout_log_probs completion_logprobs "
     "response_logprobs sampling_logprobs action_log_probs old_per_token_logps sampling_per_token_logps",
     "reward": "rewards score scores reward_score token_level_rewards token_level_scores",
-    "advantage": "advantages",
     "stop_reason": "stop_reasons finish_reason finish_reasons",
     "uid": "uids prompt_id prompt_uid group_id group_index instance_id task_id",
     "sample": "samples sample_id sample_index sample_idx repetition_id rollout_id rollout_index",
@@ -26,9 +25,11 @@ _OURS = {
     "tag": "tags data_source env_class env_name env_id",
 }
 _NAMES = {foreign: ours for ours, names in _OURS.items() for foreign in names.split()}
-# Names of a field with the prompt and the response.
+# Names of fields with the prompt and the response; in NeMo-RL also of values for all of their tokens.
 _WHOLE = frozenset({"input_ids", "tokens", "token_ids", "sequences"})
-_MADE_HERE = frozenset({"attention_mask", "position_ids", "returns"})
+_OF_WHOLE = {"generation_logprobs": "rollout_logprobs", "token_loss_mask": "loss_mask"}
+_MADE_HERE = frozenset({"attention_mask", "position_ids", "returns", "input_lengths"})
+_ADVANTAGES = "advantages"
 
 
 def renamings(
@@ -47,6 +48,10 @@ def renamings(
             hints.append(f"; rename {name} to {ours}")
         elif name in _WHOLE:
             hints.append(f"; split {name} into prompt_token_ids and response_ids")
+        elif name in _OF_WHOLE and _OF_WHOLE[name] not in present:
+            hints.append(f"; rename {name} to {_OF_WHOLE[name]}, and keep its values of the response")
+        elif name == _ADVANTAGES:
+            hints.append(f"; omit {name}, or rename it to advantage for a run with advantage_estimator: none")
         elif name in _MADE_HERE:
             hints.append(f"; omit {name}, because the service computes it")
     return "".join(hints[:_MOST])

@@ -22,6 +22,7 @@ from gristmill.errors import InvalidArgumentError
 
 _REQUIRED = ("uid", "sample", "prompt_token_ids", "response_ids", "loss_mask")
 _FIELDS = frozenset((*SCALARS, *ARRAYS, components.FIELD))
+_ABORTED = "aborted"
 
 
 def from_rows(
@@ -51,6 +52,11 @@ def columns_of(
     known = _FIELDS.union(column.name for column in columns)
     names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED, known)
     return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns)
+
+
+def aborted(row: Any) -> str | None:
+    """Returns why a row's trajectory was aborted, which then has no other fields than its name; None for other rows."""
+    return row.get(_ABORTED) if isinstance(row, Mapping) else None
 
 
 def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:

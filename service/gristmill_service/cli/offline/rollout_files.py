@@ -39,7 +39,7 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
     complete batches.
     """
     try:
-        rows = _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path, progress)
+        rows = _sampled(_read_parquet(path) if path.suffix == ".parquet" else _read_lines(path, progress))
         first = next(rows, _NO_ROW)
         if first is _NO_ROW:
             raise InvalidArgumentError("has no rows; write one row per line")
@@ -64,6 +64,16 @@ def _rows_table(rows: Iterator[Any], config: RunConfig) -> Steps:
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
+
+
+def _sampled(rows: Iterator[Any]) -> Iterator[Any]:
+    """Yields the rows without those that say that their trajectory was aborted."""
+    for row in rows:
+        if not isinstance(row, Mapping) or "aborted" not in row:
+            yield row
+        elif row["aborted"] is None:
+            # A column of a Parquet file has a null in the other rows.
+            yield {name: value for name, value in row.items() if name != "aborted"}
 
 
 def _noted(rows: Iterator[Any], has_versions: list[bool]) -> Iterator[Any]:

@@ -201,6 +201,9 @@ class RolloutClient:
 
             client.submit(from_skyrl(generator_output))
 
+        A row with `aborted`, the reason as a text, has nothing else than its names: its trajectory is aborted as by
+        `abort_trajectory`, and its outcome is DROPPED. `from_slime` makes such rows.
+
         Idempotent: the outcome of a row that was accepted before is DUPLICATE. Raises InvalidArgumentError for an
         invalid row, although earlier rows may have been accepted. Raises the error of the first row that the service
         refused, with the names of the trajectories.

@@ -24,7 +24,7 @@ from gristmill._client.rollout.step_writer import StepWriter
 from gristmill._client.rollout.trajectory import AsyncTrajectory
 from gristmill._client.run_status import RunStatus, status_of
 from gristmill._wire.row_fields import UNKNOWN
-from gristmill._wire.rows import columns_of, extra_names
+from gristmill._wire.rows import aborted, columns_of, extra_names
 from gristmill._wire.steps import TrajectoryKey
 from gristmill._wire.tables import ValueColumns
 from gristmill.errors import DeadlineExceededError, GristmillError, NotFoundError
@@ -169,7 +169,10 @@ class RolloutCore:
 
     async def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = requests.listed(rows)
+        outcomes = iter(await self._submit([row for row in rows if aborted(row) is None]))
+        return [next(outcomes) if aborted(row) is None else await self._abort_row(row) for row in rows]
 
+    async def _submit(self, rows: Sequence[Mapping[str, Any]]) -> list[RowOutcome]:
         def columns(declared: Declared) -> ValueColumns:
             return columns_of(rows, step_wise=False, columns=declared.columns)
 
@@ -179,6 +182,17 @@ class RolloutCore:
             self._declared.forget_if_refused(error)
             raise error
         return [outcome for outcome in delivery.outcomes if outcome is not None]
+
+    async def _abort_row(self, row: Mapping[str, Any]) -> RowOutcome:
+        """Aborts the trajectory of a row that says why, and begins its group if no other row did."""
+        key = TrajectoryKey(row.get("round", 0), row.get("uid"), row.get("sample"))
+        attempt, reason = row.get("attempt", 0), aborted(row)
+        try:
+            await self._abort(key, attempt, reason)
+        except NotFoundError:
+            if await self.begin_groups([key.uid], key.round, tag=row.get("tag")):
+                await self._abort(key, attempt, reason)
+        return RowOutcome.DROPPED
 
     async def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
         key = TrajectoryKey(round, uid, sample)
