@@ -149,10 +149,9 @@ async def read_body(request: web.BaseRequest) -> bytes:
 
 
 def _of_samples(choices: Sequence[Document], samples: Sequence[Sampled]) -> Sequence[Document]:
-    """Returns the choice of each sample; empty ones if some choices have no tokens, so that it is not known."""
-    if len(choices) != len(samples):
-        return [{} for _ in samples]
-    return sorted(choices, key=lambda choice: int(choice.get("index", 0)))
+    """Returns the choice of each sample; empty ones if the answer has no choices."""
+    by_index = {choice.get("index", place): choice for place, choice in enumerate(choices)}
+    return [by_index.get(sample.index, {}) for sample in samples]
 
 
 def _version(request: web.BaseRequest, announced: int) -> int:

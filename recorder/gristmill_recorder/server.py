@@ -29,14 +29,19 @@ _BACKGROUND_S = 60.0
 
 
 class _InOneLine(logging.Filter):
-    """Logs a malformed HTTP request as one line of level info, without a traceback: callers may send many."""
+    """Logs a malformed HTTP request, or its body, as one line of level info, without a traceback: callers may send
+    many."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            record.msg, record.args, record.exc_info = "HTTP request malformed: %r", (error.message[:200],), None
+        if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
+            record.msg, record.args, record.exc_info = "HTTP request malformed: %r", (_message(error)[:200],), None
             record.levelno, record.levelname = logging.INFO, "INFO"
         return True
+
+
+def _message(error: Exception) -> str:
+    return error.message if isinstance(error, HttpProcessingError) else str(error)
 
 
 async def serve(settings: RecorderSettings) -> None:

@@ -88,7 +88,7 @@ def test_a_response_has_its_tokens_where_it_was_asked_for_messages(engine: Engin
         (samples,) = sampled(client.responses.create(model="toy", input="say hi", extra_body=asked))
         with pytest.raises(InvalidArgumentError, match="enable_response_messages"):
             sampled(client.responses.create(model="toy", input="say hi"))
-    assert samples == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop", None, None)
+    assert samples == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop", None, None, 0)
 
 
 def test_built_in_tools_make_several_turns_of_a_response() -> None:

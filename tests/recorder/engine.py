@@ -264,7 +264,7 @@ def _refused(message: str) -> web.Response:
 
 
 def _words(script: str, number: int = 0) -> Words:
-    """Later choices of one call say their number too."""
+    """Later choices of one call say their number too, or nothing (`short`)."""
     verb, _, rest = script.partition(" ")
     more = f" #{number}" if number else ""
     if verb == "think":
@@ -280,7 +280,7 @@ def _words(script: str, number: int = 0) -> Words:
     if verb == "cut":
         return Words(text="a long answer that is cut")
     if verb == "short":
-        return Words(text=rest, is_cut=True)
+        return Words(text="" if number else rest, is_cut=True)
     if verb in ("say", "tokenless", "reload"):
         return Words(text=rest + more)
     return Words(text="ok" + more)
@@ -342,6 +342,8 @@ class _Form:
 
     def _reloaded(self, tokens: list[int]) -> dict[str, Any]:
         """What a choice has at its end."""
+        if END in (self._body.get("stop_token_ids") or ()):
+            return {"stop_reason": tokens[-1]}
         if not self._is_reloaded or self._is_sglang:
             return {}
         versions = {"weight_versions": _spans(tokens)} if self._body.get("return_weight_versions") else {}
@@ -349,8 +351,7 @@ class _Form:
 
     def chunks(self, prompts: list[list[int]], said: list[Words], count: int) -> Iterator[dict[str, Any]]:
         """A token a chunk, choices by turns."""
-        name = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
-        base = {**self._base, "object": name}
+        base = {**self._base, "object": {"chat": "chat.completion.chunk"}.get(self._kind, "text_completion")}
         if self._kind == "chat":
             for index in range(len(said)):
                 chunk = {**base, "choices": [{"index": index, "delta": {"role": "assistant", "content": ""}}]}

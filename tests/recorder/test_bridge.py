@@ -128,14 +128,16 @@ def tokens(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def bridged(template: Template, old: Messages, new: Messages, last: str, *, is_cut: bool = False) -> str | None:
+def bridged(template: Template, old: Messages, new: Messages, last: str | None, *, is_cut: bool = False) -> str | None:
+    """last: the token that ended the answer; None if it reached a limit."""
+    token, is_cut = None if last is None else ord(last), is_cut or last is None
     renderings = [tokens(template(messages)) for messages in skeletons([*old, *new], len(old))]
     ends = end_of_turn([tokens(template(messages)) for messages in end_probes([])])
     has_calls = bool(old[-1].get("tool_calls"))
-    between = bridge(renderings, ord(last), ends, is_cut=is_cut, has_calls=has_calls)
+    between = bridge(renderings, token, ends, is_cut=is_cut, has_calls=has_calls)
     if between is None and not ends:
         answers = [tokens(template(messages[: len(old)])) for messages in skeletons([*old, *new], len(old))[:2]]
-        between = bridge_without_end(renderings, answers)
+        between = bridge_without_end(renderings, answers, token)
     return None if between is None else "".join(map(chr, between))
 
 
@@ -158,6 +160,8 @@ def bridged(template: Template, old: Messages, new: Messages, last: str, *, is_c
         (goes_on_after_results, ANSWERED, user("why"), "■", "\n▶user\nwhy■\n▶assistant\n"),
         (goes_on_after_results, CALLED, result("xii"), "◎", "xii◉"),
         (moves_system, ANSWERED, user("why"), "■", "\n▶user\nwhy■\n▶assistant\n<think>\n"),
+        # An end that the template writes in the header of the next turn alone.
+        (drops_thoughts, ANSWERED, user("why"), "▶", "\n▶user\nwhy■\n▶assistant\n"),
     ],
 )
 def test_what_follows_an_answer_is_what_the_template_writes_behind_it(
@@ -169,13 +173,51 @@ def test_what_follows_an_answer_is_what_the_template_writes_behind_it(
 @pytest.mark.parametrize("template", [drops_thoughts, opens_thoughts, goes_on_after_results])
 def test_an_answer_that_was_cut_gets_the_end_of_turn_of_the_template(template: Template) -> None:
     whole = bridged(template, ANSWERED, [user("why")], "■")
-    assert bridged(template, ANSWERED, [user("why")], "n", is_cut=True) == f"■{whole}"
+    assert bridged(template, ANSWERED, [user("why")], None) == f"■{whole}"
+
+
+@pytest.mark.parametrize(
+    ("template", "old", "new", "last"),
+    [
+        (drops_thoughts, ANSWERED, user("why"), "■"),
+        (drops_thoughts, CALLED, result("xii"), "■"),
+        (writes_another_end, CALLED, result("xii"), "◇"),
+        (has_no_ends, ANSWERED, user("why"), "◐"),
+        (has_no_ends, CALLED, result("xii"), "◒"),
+        (goes_on_after_results, CALLED, result("xii"), "◎"),
+    ],
+)
+def test_an_end_that_the_call_names_as_a_stop_token_stands_there_once(
+    template: Template, old: Messages, new: dict[str, Any], last: str
+) -> None:
+    assert bridged(template, old, [new], last, is_cut=True) == bridged(template, old, [new], last)
+
+
+def test_a_stop_token_that_is_no_end_of_turn_is_followed_by_one() -> None:
+    assert bridged(drops_thoughts, ANSWERED, [user("why")], "n", is_cut=True) == "■\n▶user\nwhy■\n▶assistant\n"
+
+
+def test_a_switch_in_an_earlier_message_counts() -> None:
+    def switches(messages: Messages) -> str:
+        """As Nemotron Nano v2 does: any user may turn thoughts off."""
+        is_off = any("/no_think" in message["content"] for message in messages if message["role"] == "user")
+        turns = "".join(f"▶{m['role']}\n{m['content'].replace('/no_think', '')}■\n" for m in messages)
+        return f"{turns}▶assistant\n<think>{'</think>' if is_off else ''}"
+
+    said = {"role": "assistant", "content": "hi"}
+    for words, thoughts in (("hello", "<think>"), ("hello /no_think", "<think></think>")):
+        asked = {"role": "user", "content": [{"type": "text", "text": words}]}
+        spoken = skeletons([asked, said, user("why")], 2)
+        following = bridge(
+            [tokens(switches(messages)) for messages in spoken], ord("■"), (), is_cut=False, has_calls=False
+        )
+        assert "".join(map(chr, following or ())) == f"\n▶user\nwhy■\n▶assistant\n{thoughts}"
 
 
 @pytest.mark.parametrize(("template", "end"), [(drops_thoughts, "■"), (has_no_ends, "")])
 def test_an_answer_that_was_cut_behind_a_call_gets_no_part_of_another_call(template: Template, end: str) -> None:
     whole = bridged(template, CALLED, [result("xii")], end or "◒")
-    assert bridged(template, CALLED, [result("xii")], "n", is_cut=True) == f"{end or '◒'}{whole}"
+    assert bridged(template, CALLED, [result("xii")], None) == f"{end or '◒'}{whole}"
 
 
 @pytest.mark.parametrize(

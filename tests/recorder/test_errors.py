@@ -427,6 +427,13 @@ def test_a_misspelled_run_is_refused_with_one_remedy_and_its_finish_names_what_t
     assert (status, "check the run, uid and sample" in message) == (409, True)
 
 
-def test_a_body_that_is_not_compressed_as_it_says_is_refused(recorder: Recorder, run: str) -> None:
+def test_a_body_that_is_not_compressed_as_it_says_is_refused_in_one_line_of_the_log(
+    recorder: Recorder, run: str
+) -> None:
+    before = len(recorder.log.read_text())
     answer = refusal(post(f"{recorder.base(run)}/v1/chat/completions", body("say hi"), {"content-encoding": "gzip"}))
     assert (answer[0], "content-encoding" in answer[1]) == (400, True), answer
+    # What is left of the body is read after the answer.
+    while "HTTP request malformed" not in (logged := recorder.log.read_text()[before:]):
+        time.sleep(0.02)
+    assert "Traceback" not in logged

@@ -61,6 +61,18 @@ def test_a_conversation_with_reasoning_and_a_tool_is_trained_where_the_model_spo
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_words_has_an_item_that_can_be_sent_back(
+    recorder: Recorder, engine: Engine, run: str, stream: bool
+) -> None:
+    items: list[Any] = [{"role": "user", "content": "say "}]
+    with recorder.openai(run) as client:
+        said = call(client, items, stream)
+        assert [(item.type, item.content[0].text) for item in said.output] == [("message", "")]
+        call(client, [*items, *sent_back(said), {"role": "user", "content": "say bye"}], stream)
+    assert [message["role"] for message in engine.requests[-1]["messages"]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_custom_tool_gets_its_input_as_text(recorder: Recorder, engine: Engine, run: str, stream: bool) -> None:
     with recorder.openai(run) as client:
         tools = [{**PATCH, "format": GRAMMAR}]

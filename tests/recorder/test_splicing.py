@@ -189,6 +189,24 @@ def test_without_splicing_the_same_conversation_is_several_rows(recorder: Record
     assert len(trained(service.grpc_address, run)) == 3
 
 
+def test_an_end_that_the_call_names_as_a_stop_token_stands_there_once(
+    splicer: Recorder, vllm: Engine, service: Service, run: str
+) -> None:
+    converse(splicer, run, user("say a"), user("say b"), user("say c"), extra_body={"stop_token_ids": [END]})
+    splicer.finish(run)
+    (row,) = trained(service.grpc_address, run)
+    assert row.tokens == [*vllm.requests[-1]["kv_transfer_params"]["prompt_token_ids"], *b"c", END]
+    assert row.tokens == [*prompt_of(vllm.requests[-1]["messages"]), *b"c", END]
+
+
+def test_a_choice_goes_on_where_another_one_is_empty(splicer: Recorder, run: str) -> None:
+    results = Results(splicer)
+    with splicer.openai(run) as client:
+        assert len(ask(client, [user("short a")], n=2).choices) == 2
+    converse(splicer, run, user("say b"), history=[user("short a"), {"role": "assistant", "content": "a"}])
+    assert results.counted() == {"start": 1, "spliced": 1}
+
+
 def test_a_stream_is_spliced_too(splicer: Recorder, service: Service, run: str) -> None:
     messages: list[Any] = []
     with splicer.openai(run) as client:

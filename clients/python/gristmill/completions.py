@@ -51,7 +51,7 @@ class Sampled(NamedTuple):
     rollout_logprobs: one log-probability per sampled token; None if the answer has none. stop_reason: the engine's name
     for it; "" if the answer has none. policy_versions: the version of the weights that sampled each token, -1 where
     the label is not a number; None if the answer has no numeric labels. sampling_mask: the tokens from which each token
-    was sampled; None if the answer has none.
+    was sampled; None if the answer has none. index: of the choice in the answer.
     """
 
     prompt_token_ids: Sequence[int]
@@ -60,6 +60,7 @@ class Sampled(NamedTuple):
     stop_reason: str
     policy_versions: Sequence[int] | None = None
     sampling_mask: Sequence[Sequence[int]] | None = None
+    index: int = 0
 
 
 def sampled(completion: Any) -> list[Sampled]:
@@ -137,7 +138,8 @@ class ChunkReader:
             prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"), dynamo.prompt)
             response = _first(choice.tokens, _at(self._extension.get("output_ids"), index), dynamo.response)
             logprobs, mask = _first(dynamo.logprobs, choice.logprobs), _first(choice.mask, dynamo.mask)
-            choices.append(checked_choice(prompt, response, logprobs, choice.stop_reason, where, choice.spans, mask))
+            sample = checked_choice(prompt, response, logprobs, choice.stop_reason, where, choice.spans, mask)
+            choices.append(sample._replace(index=index))
         if not choices:
             raise InvalidArgumentError("the stream has no choices; pass the chunks of a completion")
         return [choice for choice in choices if choice.response_ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 
 from gristmill._engines.fields import Document
@@ -10,13 +11,17 @@ from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.refusals import EngineAway, EngineSlow
 
-_UNKNOWN_ROUTE = (403, 404, 405)
+# Of a route that the engine does not have, and of a model.
+_UNKNOWN = (403, 404, 405)
 # An agent waits for it: then the call is sent as it came.
 _MAX_S = 30.0
 
 
+_log = logging.getLogger("gristmill.recorder")
+
+
 class Renderer:
-    """Renders by the first route that the engine has."""
+    """Renders by the first route that the engine has. One is known to be missing once a later one renders the same."""
 
     def __init__(self, engine: Engine, api: EngineApi) -> None:
         self._engine = engine
@@ -32,16 +37,19 @@ class Renderer:
         return rendered if len(rendered) == len(prompts) else None
 
     async def _render(self, request: Document, headers: Mapping[str, str]) -> list[int] | None:
-        while True:
-            route, *others = self._routes
+        for place, route in enumerate(routes := self._routes):
             try:
                 async with asyncio.timeout(_MAX_S):
                     status, answer = await self._engine.ask("POST", route.path, headers, route.body(request))
             except (EngineAway, EngineSlow, TimeoutError, TypeError):
                 # A body that is nested too deeply has no JSON: the call itself says so.
                 return None
-            if status not in _UNKNOWN_ROUTE or not others:
+            if status not in _UNKNOWN:
                 tokens = answer.get(route.tokens)
-                return tokens if isinstance(tokens, list) and {*map(type, tokens)} == {int} else None
-            if self._routes[0] == route:
-                self._routes = others
+                if not isinstance(tokens, list) or {*map(type, tokens)} != {int}:
+                    return None
+                if place and self._routes is routes:
+                    _log.info("engine has no /%s, conversations are rendered by /%s", routes[0].path, route.path)
+                    self._routes = routes[place:]
+                return tokens
+        return None

@@ -75,7 +75,9 @@ class ResponsesForm(ChatForm):
         self._tools = {_full_name(tool): tool for tool in _tools(document)}
 
     def whole(self, answer: Document) -> Document:
-        return self.response(Completion.of(answer))
+        completion = Completion.of(answer)
+        add_words(completion)
+        return self.response(completion)
 
     def stream(self) -> TranslatedStream:
         return TranslatedStream(self, ResponseWriter(self))
@@ -120,6 +122,12 @@ class ResponsesForm(ChatForm):
             tool = self._tools.get(block.name) or {}
             return "custom_tool_call" if tool.get("type") == "custom" else "function_call"
         return "reasoning" if block.kind == "thought" else "message"
+
+
+def add_words(answer: Completion) -> list[Block]:
+    """Adds an empty text to an answer without words and calls, and returns it: agents send back only items, and without
+    one the conversation would lose the answer."""
+    return [] if any(block.kind != "thought" for block in answer.blocks) else [answer.add("text", {})]
 
 
 def custom_input(block: Block) -> str:
@@ -355,6 +363,9 @@ class ResponseWriter:
         yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def ended(self, answer: Completion) -> Iterator[bytes]:
+        for block in add_words(answer):
+            yield from self.opened(block)
+            yield from self.closed(block)
         response = self._form.response(answer)
         yield self._event(f"response.{response['status']}", response=response)
 

@@ -8,6 +8,7 @@ place each: what follows the answer in all of them is the template's own renderi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -22,6 +23,8 @@ WORDS = ("xqzj", "xqzk")
 # Tokens before the end of an answer that a passage begins with: the whole word, whatever the tokenizer.
 _BEFORE = 4
 _NAMES = ("role", "name", "tool_call_id")
+# Words of a user that switch how later messages are rendered (Nemotron Nano v2).
+_SWITCH = re.compile("/(?:no_?)?think")
 _QUESTION = {"role": "user", "content": "0"}
 
 
@@ -29,7 +32,7 @@ def skeletons(messages: Sequence[Document], count: int, *, shows_calls: bool = T
     """Returns three conversations: with one answer, with another answer, and with other words in all new messages.
 
     messages: of the call; the first `count` are recorded, and the last of these is the answer. Recorded messages are
-    emptied, because only the roles, names and ids of earlier messages can change how later ones are rendered.
+    emptied, because only the roles, names, ids and switches of earlier messages can change how later ones are rendered.
     shows_calls: whether answers with calls differ in their arguments; otherwise in their words.
     """
     old, answer, new = [_emptied(message) for message in messages[:count]], messages[count - 1], messages[count:]
@@ -38,31 +41,40 @@ def skeletons(messages: Sequence[Document], count: int, *, shows_calls: bool = T
 
 
 def bridge(
-    renderings: Sequence[Tokens], last: int, ends: Collection[int], *, is_cut: bool, has_calls: bool
+    renderings: Sequence[Tokens], last: int | None, ends: Collection[int], *, is_cut: bool, has_calls: bool
 ) -> Tokens | None:
     """Returns the tokens that follow the answer; None if they cannot be told apart from it.
 
-    renderings: of the three skeletons. last: the last token of the recorded answer. ends: tokens that end answers of
-    the model. is_cut: whether the answer has no end of turn; then the bridge contains the template's own. has_calls:
-    whether it has calls; then the rest of a call's syntax precedes the template's end.
+    renderings: of the three skeletons. last: the token that ended the answer; None if a limit did. ends: tokens that
+    end answers of the model; empty while they are unknown. is_cut: whether the answer may have no end of turn; then the
+    bridge contains the template's own, unless the answer ended by this very token. has_calls: whether it has calls;
+    then the rest of a call's syntax precedes the template's end.
     """
     rest, between = _rest(renderings)
     if not between:
         return None
     if is_cut and not has_calls:
-        return rest
-    known = [last] if last in between and not is_cut else ends
-    place = next((place for place, token in enumerate(between) if token in known), None)
-    return None if place is None else rest[place + (not is_cut) :]
+        return _without(last, rest)
+    place = next((place for place, token in enumerate(between) if token == last or token in ends), None)
+    # The header of the next turn, too, may contain the last token.
+    is_unclear = not ends and (is_cut or (place and not has_calls))
+    if place is None or is_unclear:
+        return None
+    return _without(last, rest[place:]) if is_cut else rest[place + 1 :]
 
 
-def bridge_without_end(renderings: Sequence[Tokens], answers: Sequence[Tokens]) -> Tokens | None:
+def bridge_without_end(renderings: Sequence[Tokens], answers: Sequence[Tokens], last: int | None) -> Tokens | None:
     """Returns the tokens that follow the answer in a template that has no end of turn, and only begins the next turn.
 
-    renderings: of the three skeletons. answers: of the first two without the new messages.
+    renderings: of the three skeletons. answers: of the first two without the new messages. last: see `bridge`.
     """
     rest, between = _rest(renderings)
-    return rest[len(_common_beginning(rest, _common_ending(*answers))) :] if between else None
+    return _without(last, rest[len(_common_beginning(rest, _common_ending(*answers))) :]) if between else None
+
+
+def _without(last: int | None, following: Tokens) -> Tokens:
+    """Returns the tokens that follow the answer, without its own last one."""
+    return following[1:] if following and following[0] == last else following
 
 
 def _rest(renderings: Sequence[Tokens]) -> tuple[Tokens, Tokens]:
@@ -126,7 +138,8 @@ def _emptied(message: Mapping[str, Any]) -> Document:
         return dict(message)
     kept = {name: message[name] for name in _NAMES if message.get(name) is not None}
     if not (calls := message.get("tool_calls")):
-        return {**kept, "content": "0"}
+        switches = _SWITCH.findall(_text(message)) if message["role"] == "user" else ()
+        return {**kept, "content": " ".join(["0", *switches])}
     # Some tokenizers refuse an answer with both words and calls.
     return {**kept, "content": "", "tool_calls": [_call(call, {}) for call in calls]}
 
@@ -145,7 +158,11 @@ def _call(call: Mapping[str, Any], arguments: Document) -> Document:
 
 
 def _reworded(message: Document) -> Document:
+    word = "y" if _text(message).startswith("x") else "x"
+    is_list = isinstance(message.get("content"), list)
+    return {**message, "content": [{"type": "text", "text": word}] if is_list else word}
+
+
+def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
-    word = "y" if text.startswith("x") else "x"
-    return {**message, "content": [{"type": "text", "text": word}] if isinstance(content, list) else word}
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())

@@ -19,18 +19,19 @@ from gristmill_recorder.splicing.bridge import (
     passage,
     skeletons,
 )
-from gristmill_recorder.splicing.conversation import SETTINGS, Conversation, Document
+from gristmill_recorder.splicing.conversation import LIMITS, SETTINGS, Conversation, Document
 
 _MAX_KINDS = 4096
 
 
 class _Kind(NamedTuple):
     """What decides how a template goes on after an answer. roles: of the new messages. last: the token that ended the
-    answer; None if it was cut."""
+    answer; None if a limit did. is_cut: see `Row`."""
 
     settings: bytes
     roles: tuple[str, ...]
     last: int | None
+    is_cut: bool
     has_calls: bool
 
 
@@ -61,7 +62,7 @@ class Bridges:
         messages, count, settings = conversation.messages, conversation.answered, conversation.settings
         has_calls, shows_calls = bool(messages[count - 1].get("tool_calls")), settings not in self._hides_calls
         roles = tuple(message["role"] for message in messages[count:])
-        kind = _Kind(settings, roles, None if base.is_cut else int(base.response[-1]), has_calls)
+        kind = _Kind(settings, roles, _last(base), base.is_cut, has_calls)
         first, *others = skeletons(messages, count, shows_calls=shows_calls)
         prompts = None
         known, others_say = self._passages.get(kind), [first[: count - 1], first[count:], *map(request.get, SETTINGS)]
@@ -97,11 +98,11 @@ class Bridges:
         *,
         has_calls: bool,
     ) -> Tokens | None:
-        model, last = str(request.get("model")), int(base.response[-1])
+        model, last = str(request.get("model")), _last(base)
         following = bridge(prompts, last, (), is_cut=base.is_cut, has_calls=has_calls)
         if following is not None:
             return following
-        # The answer ended by a token that the template does not write there, or was cut behind a call.
+        # The answer ended by a token that the template does not write first, or was cut behind a call.
         probes = end_probes(self._after_answer)
         if model not in self._own_ends and (rendered := await self._renderer.render(request, probes, headers)):
             self._own_ends[model] = end_of_turn(rendered)
@@ -110,4 +111,9 @@ class Bridges:
             ends = own | self._ends[model]
             return bridge(prompts, last, ends, is_cut=base.is_cut, has_calls=has_calls)
         rendered = None if own is None else await self._renderer.render(request, answers, headers)
-        return bridge_without_end(prompts, rendered) if rendered else None
+        return bridge_without_end(prompts, rendered, last) if rendered else None
+
+
+def _last(base: Row) -> int | None:
+    """Returns the token that ended the answer; None if a limit did."""
+    return None if base.is_cut and base.stop_reason in LIMITS else int(base.response[-1])

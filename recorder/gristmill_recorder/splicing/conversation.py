@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 
 SETTINGS = ("model", "tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "documents")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_CUT = ("length", "abort", "repetition", "error")
+LIMITS = ("length", "abort", "repetition", "error")
 _DIGEST_BYTES = 16
 # As in vLLM's and SGLang's ids of calls; those of Kimi's parser are `functions.NAME:0`, with the number of the call.
 _RANDOM_ID = re.compile("[0-9a-f]{16}")
@@ -84,7 +84,7 @@ def is_cut(choice: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
     # SGLang calls it `matched_stop`.
     stop = choice.get("stop_reason", choice.get("matched_stop"))
     is_stop_of_call = isinstance(stop, str) or stop in (request.get("stop_token_ids") or ())
-    return choice.get("finish_reason") in _CUT or is_stop_of_call
+    return choice.get("finish_reason") in LIMITS or is_stop_of_call
 
 
 def _words(content: Any) -> Any:

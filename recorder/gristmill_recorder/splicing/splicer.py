@@ -52,8 +52,8 @@ class Plan:
 
     def mark(self, rows: Sequence[Row], choices: Sequence[Document]) -> None:
         """Sets the key of each row's conversation, and whether its answer was cut, if they are known."""
-        if self.conversation is not None and all(choices):
-            for row, choice in zip(rows, choices, strict=True):
+        for row, choice in zip(rows, choices, strict=True):
+            if self.conversation is not None and choice:
                 row.said, row.is_cut = self.conversation.key_after(choice["message"]), is_cut(choice, self.request)
 
     @property

@@ -9,7 +9,7 @@ import pytest
 import verifiers.v1 as vf
 
 from gristmill.environments.verifiers import rollout_of
-from gristmill.errors import FailedPreconditionError, UnsupportedError
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnsupportedError
 
 ANSWER = vf.AssistantMessage(content="answer")
 
@@ -37,7 +37,7 @@ def episode_of(*traces: vf.Trace, ok: bool = True) -> vf.Episode:
 
 def steps(*traces: vf.Trace) -> list[tuple[list[int], list[int], float]]:
     rows = rollout_of(episode_of(*traces), lambda episode: episode.ok).steps
-    return [(row["prompt_token_ids"], row["response_ids"], row["reward"]) for row in rows]
+    return [(row["prompt_token_ids"].tolist(), row["response_ids"].tolist(), row["reward"]) for row in rows]
 
 
 CONVERSATION = (
@@ -75,10 +75,38 @@ def test_sampling_masks_are_on_the_tokens_that_were_sampled_from_them() -> None:
     masks = [vf.SamplingMask.from_sampling_mask(mask) for mask in ([[4, 9], [5]], [[8, 7, 1]])]
     nodes = [node.model_copy() for node in CONVERSATION]
     nodes[1].sampling_mask, nodes[3].sampling_mask = masks
-    nodes[1].mask, nodes[1].token_ids = [True, False, True], [4, 2, 5]
+    nodes[1].mask, nodes[1].token_ids = np.array([True, False, True]), np.array([4, 2, 5])
     rows = rollout_of(episode_of(trace_of(*nodes)), lambda episode: True, takes_masks=True).steps
     assert [row["sampling_mask"].tolist() for row in rows] == [[4, 9, 5], [8, 7, 1]]
     assert [row["sampling_mask_offsets"].tolist() for row in rows] == [[0, 2, 2, 3], [0, 3]]
+
+
+VERSIONS = "weight_versions" in vf.MessageNode.model_fields
+
+
+@pytest.mark.skipif(not VERSIONS, reason="new in verifiers 0.4.1")
+def test_each_sampled_token_has_the_version_of_the_weights_that_sampled_it() -> None:
+    spans = [{"version": str(3 + place), "start": place, "end": place + 1} for place in range(2)]
+    answer = said(0, "assistant", [3, 4, 5], sampled=2, weight_versions=spans)
+    nodes = [CONVERSATION[0], answer, *CONVERSATION[2:]]
+    first, last = rollout_of(episode_of(trace_of(*nodes)), lambda episode: True).steps
+    assert (first["policy_versions"].tolist(), "policy_versions" in last) == ([3, 4], False)
+
+
+@pytest.mark.skipif(not VERSIONS, reason="new in verifiers 0.4.1")
+def test_a_trace_that_the_environment_dropped_is_not_trained() -> None:
+    trace = trace_of(*CONVERSATION)
+    trace.drop("no reward signal")
+    dropped = rollout_of(episode_of(trace), lambda episode: True)
+    assert (dropped.steps, dropped.failure, dropped.detail) == ((), "dropped", "dropped: no reward signal")
+
+
+@pytest.mark.parametrize("logprob", [-9999.0, 0.5])
+def test_a_logprob_that_is_none_is_refused(logprob: float) -> None:
+    nodes = [node.model_copy() for node in CONVERSATION]
+    nodes[1].logprobs = [-0.25, logprob]
+    with pytest.raises(InvalidArgumentError, match="a model call: token 1 has the logprob"):
+        steps(trace_of(*nodes))
 
 
 def test_a_judge_is_not_trained() -> None:

@@ -208,11 +208,12 @@ class Feeder(Generic[T]):
         self, uid: str, sample: int, round: int, steps: Sequence[Mapping[str, Any]], version: int
     ) -> bool:
         """Submits a trajectory and returns whether the run accepted it. Supersedes rows of the same sample that a
-        killed worker had submitted."""
+        killed worker had submitted. version: of steps without versions of their own."""
         last = len(steps) - 1
         for attempt in itertools.count():
-            key = {"uid": uid, "sample": sample, "round": round, "attempt": attempt, "policy_version": version}
+            key = {"uid": uid, "sample": sample, "round": round, "attempt": attempt}
             rows = [{**key, "step": step, "is_last_step": step == last, **row} for step, row in enumerate(steps)]
+            rows = [row if "policy_versions" in row else {**row, "policy_version": version} for row in rows]
             try:
                 outcomes = await self.client.submit(rows)
             except AlreadyExistsError:

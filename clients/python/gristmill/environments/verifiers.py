@@ -1,4 +1,4 @@
-"""Feeds a run from environments of `verifiers.v1` (tasksets, harnesses, agents). Written for verifiers 0.4.0.
+"""Feeds a run from environments of `verifiers.v1` (tasksets, harnesses, agents). Written for verifiers 0.4.0 and 0.4.1.
 
 verifiers intercepts an agent's model calls. Its training client renders each prompt to token ids, samples from vLLM's
 `/inference/v1/generate`, and records a graph of messages with their tokens. Each model call of the graph becomes a
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gristmill.aio import AsyncRolloutClient
+from gristmill.completions import checked_choice
 from gristmill.environments.feeding import Feeder, Progress, Prompt, Rollout, RunShape
 from gristmill.errors import FailedPreconditionError, UnsupportedError
 
@@ -40,9 +41,9 @@ async def feed(
     """Rolls out tasks of an environment into the client's run. Each task becomes one group with the run's group size.
 
     Returns after the last rollout. It does not finish the run, because other workers may also feed it. The last step of
-    a trajectory has the trace's reward. An episode that is still not complete after the environment's `retries` is a
-    failure: its sample is aborted with the reason, and the group continues without it. Cancelling the call (Ctrl-C in
-    `asyncio.run`) cancels its rollouts and aborts their groups.
+    a trajectory has the trace's reward. An episode that is still not complete after the environment's `retries`, or a
+    trace that the environment dropped, is a failure: its sample is aborted with the reason, and the group continues
+    without it. Cancelling the call (Ctrl-C in `asyncio.run`) cancels its rollouts and aborts their groups.
 
     env: a `verifiers.v1.Env`; it is served during the call.
     context: a `verifiers.v1.ModelContext` with the model, a `TrainClientConfig` and the sampling parameters.
@@ -92,6 +93,8 @@ def rollout_of(episode: Any, is_complete: Callable[[Any], bool], *, takes_masks:
             "exactly one; set trainable = False for the other agents in the environment's setup"
         )
     (trace,) = traces
+    if reason := getattr(trace, "dropped", None):
+        return Rollout((), "dropped", f"dropped: {reason}")
     steps = _steps(trace, takes_masks=takes_masks)
     if not steps:
         return Rollout((), f"nothing sampled: {trace.stop_condition}")
@@ -104,7 +107,7 @@ def _steps(trace: Any, *, takes_masks: bool) -> list[Row]:
     kept = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
     reasons = {call.node: call.finish_reason for call in trace.calls}
     sampled = [(number, node) for number, node in enumerate(trace.nodes) if node.sampled and id(node) in kept]
-    if not all(node.token_ids for _, node in sampled):
+    if not all(len(node.token_ids) for _, node in sampled):
         raise FailedPreconditionError(
             "a model call has no token ids, and gristmill does not tokenize text; use a context with a "
             "TrainClientConfig, and an engine that serves /inference/v1/generate"
@@ -118,25 +121,30 @@ def _steps(trace: Any, *, takes_masks: bool) -> list[Row]:
 
 def _step(trace: Any, node: Any, stop_reason: str, *, takes_masks: bool) -> Row:
     """Converts a node to a row. A node has only its new tokens: those of the template, then the sampled ones."""
-    mask = np.array(node.mask, bool)
-    before: list[list[int]] = []
-    parent = node.parent
-    while parent is not None:
-        _check_carried(trace.nodes[parent], takes_masks=takes_masks)
-        before.append(trace.nodes[parent].token_ids)
-        parent = trace.nodes[parent].parent
-    _check_carried(node, takes_masks=takes_masks)
+    tokens, mask = np.asarray(node.token_ids, np.int32), np.asarray(node.mask, bool)
+    path = [node]
+    while path[-1].parent is not None:
+        path.append(trace.nodes[path[-1].parent])
+    for each in path:
+        _check_carried(each, takes_masks=takes_masks)
     start = int(mask.argmax())
-    prompt = [token for tokens in reversed(before) for token in tokens] + node.token_ids[:start]
-    return {
+    before = [np.asarray(each.token_ids, np.int32) for each in path[:0:-1]]
+    logprobs = np.asarray(node.logprobs).tolist() or None
+    # 0.4.0 does not have the versions of the weights.
+    spans = [span.model_dump() for span in getattr(node, "weight_versions", None) or ()]
+    choice = checked_choice([], tokens[mask].tolist(), logprobs, stop_reason, "a model call", spans)
+    row = {
         "reward": 0.0,
-        "prompt_token_ids": prompt,
-        "response_ids": node.token_ids[start:],
+        "prompt_token_ids": np.concatenate([*before, tokens[:start]]),
+        "response_ids": tokens[start:],
         "loss_mask": mask[start:].astype(np.uint8),
-        "rollout_logprobs": _spread(node.logprobs, mask[start:]) if node.logprobs else None,
+        "rollout_logprobs": None if logprobs is None else _spread(logprobs, mask[start:]),
         "stop_reason": stop_reason,
         **({} if node.sampling_mask is None else _mask_of(node.sampling_mask, mask[start:])),
     }
+    if choice.policy_versions is not None:
+        row["policy_versions"] = _spread(choice.policy_versions, mask[start:], -1)
+    return row
 
 
 def _mask_of(sampling_mask: Any, sampled: Any) -> Row:
@@ -146,9 +154,9 @@ def _mask_of(sampling_mask: Any, sampled: Any) -> Row:
     return {_MASK: np.asarray(sampling_mask.ids), f"{_MASK}_offsets": np.append(0, np.cumsum(counts))}
 
 
-def _spread(values: Sequence[float], mask: Any) -> Any:
-    """Puts the values of the sampled tokens at the positions of the mask, and 0 elsewhere."""
-    spread = np.zeros(len(mask))
+def _spread(values: Sequence[float], mask: Any, elsewhere: float = 0.0) -> Any:
+    """Puts the values of the sampled tokens at the positions of the mask."""
+    spread = np.full(len(mask), elsewhere)
     spread[mask] = values
     return spread
 
