@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError
+from gristmill_recorder.buffers import Buffer, Buffers
 from gristmill_recorder.calls import Calls, read_body, read_document
 from gristmill_recorder.engines.connection import Engine, query_of, request_headers
 from gristmill_recorder.exchange import unchanged
@@ -31,6 +32,7 @@ _REASON_LENGTH = 200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+End = Callable[[web.Request, Buffer, TrajectoryName], Awaitable[web.StreamResponse]]
 
 
 class RecorderApp:
@@ -39,18 +41,21 @@ class RecorderApp:
     def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         self._calls = Calls(settings, runs, engine, metrics)
+        self._buffers = Buffers(settings.max_body_bytes, settings.max_buffered_bytes)
+        metrics.buffered.set_function(lambda: self._buffers.size)
         self._own: dict[str, Handler] = {"healthz": self._alive, "readyz": self._ready, "metrics": self._scraped}
-        self._ends = {"finish": self._finish, "abort": self._abort}
+        self._ends: dict[str, End] = {"finish": self._finish, "abort": self._abort}
         self.is_ready = True
 
     def application(self) -> web.Application:
-        application = web.Application(client_max_size=self._settings.max_body_bytes)
+        application = web.Application()
         application.router.add_route("*", "/{path:(?s:.*)}", self._answer)
         return application
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
-            return await self._route(request)
+            with self._buffers.buffer() as buffer:
+                return await self._route(request, buffer)
         except (RefusalError, FailedPreconditionError, InvalidArgumentError) as error:
             refusal = _refusal(error)
             self._metrics.refused.labels(type(refusal).__name__).inc()
@@ -58,46 +63,46 @@ class RecorderApp:
             _log.info("call refused: %r: %s", request.path[:500], ascii(str(refusal))[1:-1])
             return web.Response(status=refusal.status, body=orjson.dumps(refusal.body), headers=refusal.headers)
 
-    async def _route(self, request: web.Request) -> web.StreamResponse:
+    async def _route(self, request: web.Request, buffer: Buffer) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0]
         if handler := self._own.get(path.lstrip("/")):
             return await handler(request)
         name, rest = split(path, request.headers)
         if request.method == "POST" and (make_form := form_at(rest)) is not None:
-            return await self._calls.answer(request, _named(name), rest, make_form)
+            return await self._calls.answer(request, buffer, _named(name), rest, make_form)
         # Agents may build this path from their base URL, which ends with /v1.
         end = rest.removeprefix("v1/")
         if request.method == "POST" and end in self._ends:
             try:
-                return await self._ends[end](request, _named(name))
+                return await self._ends[end](request, buffer, _named(name))
             except GristmillError as error:
                 raise Busy(str(error)) from None
         is_of_models = request.method == "GET" and (rest == _MODELS or _is_below(_MODELS, rest))
         if is_of_models or (request.method == "POST" and rest in _PASSED_ON):
-            return await self._pass_on(request, rest)
+            return await self._pass_on(request, buffer, rest)
         raise UnknownPath(
             f"{request.method} {path}: unknown path; the recorder records POST {', '.join(RECORDED)}, forwards POST "
             f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and ends a trajectory at POST .../finish or .../abort"
         )
 
-    async def _finish(self, request: web.Request, name: TrajectoryName) -> web.Response:
-        reward = _reward(await _only_field(request, "reward"))
+    async def _finish(self, request: web.Request, buffer: Buffer, name: TrajectoryName) -> web.Response:
+        reward = _reward(await _only_field(request, buffer, "reward"))
         entry = await self._runs.finish(name, reward, self._settings.finish_wait_s)
         answer = {"steps": entry.next_step, "outcome": entry.outcome or "waiting for the service"}
         return _json(answer, 200 if entry.outcome else 202)
 
-    async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
-        reason = await _only_field(request, "reason") or "aborted by the agent"
+    async def _abort(self, request: web.Request, buffer: Buffer, name: TrajectoryName) -> web.Response:
+        reason = await _only_field(request, buffer, "reason") or "aborted by the agent"
         if not isinstance(reason, str):
             raise WrongCall(f"reason is a {type(reason).__name__}; send a text")
         await self._runs.abort(name, reason[:_REASON_LENGTH])
         return _json({"outcome": "aborted"})
 
-    async def _pass_on(self, request: web.Request, path: str) -> web.Response:
-        body = await read_body(request) if request.can_read_body else None
+    async def _pass_on(self, request: web.Request, buffer: Buffer, path: str) -> web.Response:
+        body = await read_body(request, buffer) if request.can_read_body else None
         query, headers = query_of(request), request_headers(request)
         async with self._engine.call(request.method, path, query, headers, body) as answer:
-            return await unchanged(answer)
+            return await unchanged(answer, buffer)
 
     async def _alive(self, request: web.Request) -> web.Response:
         return _json({"status": "alive"})
@@ -137,9 +142,9 @@ def _named(name: TrajectoryName | None) -> TrajectoryName:
     return name
 
 
-async def _only_field(request: web.Request, name: str) -> object:
+async def _only_field(request: web.Request, buffer: Buffer, name: str) -> object:
     """Returns the value of the only field that the body may contain. Raises WrongCall for other fields."""
-    document = await read_document(request) if request.can_read_body else {}
+    document = await read_document(request, buffer) if request.can_read_body else {}
     if unknown := sorted(document.keys() - {name}):
         raise WrongCall(f"unknown field {unknown[0]}; the only allowed field is {name}")
     return document.get(name)

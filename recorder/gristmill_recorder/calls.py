@@ -14,6 +14,7 @@ import orjson
 from aiohttp import web
 
 from gristmill.completions import Sampled
+from gristmill_recorder.buffers import Buffer
 from gristmill_recorder.columns import Source, columns_of, names_of
 from gristmill_recorder.engines.connection import Engine, query_of, request_headers
 from gristmill_recorder.engines.names import ENGINES
@@ -25,7 +26,7 @@ from gristmill_recorder.languages.paths import FormMaker
 from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import HEADER, INT32_MAX, TrajectoryName, int32_of
-from gristmill_recorder.refusals import Busy, EngineAway, EngineSlow, TooLarge, WrongCall
+from gristmill_recorder.refusals import Busy, EngineAway, EngineSlow, WrongCall
 from gristmill_recorder.rows import Row
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
@@ -49,12 +50,12 @@ class Calls:
         metrics.under_way.set_function(lambda: self._under_way)
 
     async def answer(
-        self, request: web.BaseRequest, name: TrajectoryName, path: str, make_form: FormMaker
+        self, request: web.BaseRequest, buffer: Buffer, name: TrajectoryName, path: str, make_form: FormMaker
     ) -> web.StreamResponse:
         """Answers a call, and records it. If it raises RefusalError, nothing was recorded."""
         began = time.perf_counter()
         with self._counted(), self._runs.recording(name).calling() as recording:
-            document = await read_document(request)
+            document = await read_document(request, buffer)
             run = self._runs.run(name.run)
             await run.check(name.sample)
             try:
@@ -82,7 +83,7 @@ class Calls:
             # Of a translated call the query belongs to another path.
             query = query_of(request) if form.path == path else ""
             sent = Sent(form.path, query, headers, plan.request)
-            exchange = Exchange(request, form, sent, record, self._settings.max_body_bytes)
+            exchange = Exchange(request, buffer, form, sent, record)
             await self._run(exchange, request)
             took = time.perf_counter() - began
             self._metrics.answered(form.api, exchange.response.status, took, exchange.engine_s)
@@ -125,9 +126,9 @@ class Calls:
             self._under_way -= 1
 
 
-async def read_document(request: web.BaseRequest) -> Document:
-    """Reads the request body as a JSON object. Raises WrongCall and TooLarge."""
-    body = await read_body(request)
+async def read_document(request: web.BaseRequest, buffer: Buffer) -> Document:
+    """Reads the request body as a JSON object. Raises WrongCall, and like `read_body`."""
+    body = await read_body(request, buffer)
     try:
         document = loads(body)
     except orjson.JSONDecodeError as error:
@@ -139,11 +140,14 @@ async def read_document(request: web.BaseRequest) -> Document:
     return document
 
 
-async def read_body(request: web.BaseRequest) -> bytes:
+async def read_body(request: web.BaseRequest, buffer: Buffer) -> bytes:
+    """Reads the request body. Raises WrongCall, TooLarge and Busy."""
+    body = bytearray()
     try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise TooLarge(f"the request is too large: {error.text}; shorten it, or raise --max-body-bytes") from None
+        async for part in request.content.iter_any():
+            buffer.add_request(len(part))
+            body += part
+        return bytes(body)
     except web.RequestPayloadError as error:
         raise WrongCall(f"the request cannot be read: {error}; correct its content-encoding") from None
 

@@ -13,6 +13,7 @@ from aiohttp import ClientResponse, web
 from gristmill._engines.events import DONE, Event, EventSplitter
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_recorder.buffers import Buffer
 from gristmill_recorder.engines.connection import Engine, answer_headers
 from gristmill_recorder.languages.language import Document, Form, Stream
 from gristmill_recorder.languages.whole import streamed
@@ -21,7 +22,7 @@ from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, Ref
 Record = Callable[[Sequence[Sampled], Sequence[Document]], None]
 """Records samples and their choices. When it returns, the samples survive a crash of the process."""
 
-_STREAM = "text/event-stream"
+_STREAM, _ANSWER = "text/event-stream", "the engine's answer"
 _REMEDY = "check --engine, and that this version of the engine returns token ids"
 
 
@@ -42,11 +43,10 @@ class Exchange:
     """One call and its answer.
 
     engine_s: seconds spent waiting for the engine. is_recorded: whether the sampled tokens are in the journal.
-    most_bytes: the limit of an answer, or of one event of a stream.
     """
 
-    def __init__(self, request: web.BaseRequest, form: Form, sent: Sent, record: Record, most_bytes: int) -> None:
-        self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
+    def __init__(self, request: web.BaseRequest, buffer: Buffer, form: Form, sent: Sent, record: Record) -> None:
+        self._request, self._buffer, self._form, self._record = request, buffer, form, record
         self._sent = sent
         self.response = web.StreamResponse()
         self.engine_s = 0.0
@@ -70,7 +70,7 @@ class Exchange:
         async with engine.call("POST", *self._sent[:3], body) as answer:
             self.engine_s += time.perf_counter() - asked
             if answer.status != 200:
-                self.response = await unchanged(answer)
+                self.response = await unchanged(answer, self._buffer)
             elif (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
                 raise NotRecorded(
                     f"the engine's answer has content-encoding {encoding}, which the recorder does not accept; disable "
@@ -85,7 +85,7 @@ class Exchange:
         body = bytearray()
         async for part in self._parts(answer):
             body += part
-            self._check_size("the engine's answer", len(body))
+            self._buffer.resize_answer(_ANSWER, len(body))
         with _recordable():
             document = orjson.loads(body)
             samples, choices = self._form.read(document)
@@ -95,8 +95,10 @@ class Exchange:
             self.is_recorded = True
         if self._form.stream_later is not None:
             headers["content-type"] = _STREAM
-        self.response = web.Response(body=answered, headers=headers)
-        # Sent here, not when the handler returns, so that metrics count the call after its answer was sent.
+        self.response = web.StreamResponse(headers=headers)
+        self.response.content_length = len(answered)
+        # Sent here, not when the handler returns, so that the call is in progress until the agent has read its answer.
+        await self._write(answered)
         await self._write(b"", is_end=True)
 
     def _answered(self, document: Document) -> bytes:
@@ -125,7 +127,7 @@ class Exchange:
                 for event in splitter.feed(received):
                     part = stream.read(event)
                     (buffered if stream.is_complete else ready).extend(part)
-            self._check_size("an event of the engine's stream", splitter.buffered_bytes)
+            self._buffer.resize_answer("an event of the engine's stream", splitter.buffered_bytes + len(buffered))
             await self._write(ready)
             if stream.is_over and stream.is_complete and not is_ended:
                 is_ended = True
@@ -144,10 +146,6 @@ class Exchange:
                 self._record(stream.sampled(), stream.choices())
                 self.is_recorded = True
         await self._write(buffered)
-
-    def _check_size(self, what: str, size: int) -> None:
-        if size > self._most_bytes:
-            raise NotRecorded(f"{what} is larger than --max-body-bytes, {self._most_bytes}; raise --max-body-bytes")
 
     async def _parts(self, answer: ClientResponse) -> AsyncIterator[bytes]:
         asked = time.perf_counter()
@@ -169,9 +167,13 @@ class Exchange:
             raise AgentGoneError from None
 
 
-async def unchanged(answer: ClientResponse) -> web.Response:
+async def unchanged(answer: ClientResponse, buffer: Buffer) -> web.Response:
     """Forwards the engine's answer unchanged: errors, and answers that are not recorded."""
-    return web.Response(status=answer.status, body=await answer.read(), headers=answer_headers(answer))
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        buffer.resize_answer(_ANSWER, len(body))
+    return web.Response(status=answer.status, body=bytes(body), headers=answer_headers(answer))
 
 
 @contextmanager

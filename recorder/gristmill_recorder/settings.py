@@ -67,6 +67,12 @@ class RecorderSettings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer, in bytes or as 64MiB."
     )
+    max_buffered_bytes: ByteSize = Field(
+        ByteSize(2 << 30),
+        gt=0,
+        description="Limit of the requests and answers in memory, in bytes; requests alone take half of it. Further "
+        "calls must be retried.",
+    )
     max_calls: PositiveInt = Field(4096, description="Limit of concurrent calls. Further calls must be retried.")
     max_row_bytes: ByteSize = Field(
         ByteSize(4 << 30),
@@ -126,6 +132,15 @@ class RecorderSettings(BaseSettings):
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ValueError("expected HOST:PORT with a port from 0 to 65535")
         return address
+
+    @model_validator(mode="after")
+    def _check_buffers(self) -> RecorderSettings:
+        if self.max_buffered_bytes < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_buffered_bytes is {self.max_buffered_bytes:d}, and requests, which take half of it, may have "
+                f"{self.max_body_bytes:d} (max_body_bytes); raise max_buffered_bytes, or lower max_body_bytes"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_splice(self) -> RecorderSettings:

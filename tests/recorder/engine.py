@@ -264,7 +264,7 @@ def _refused(message: str) -> web.Response:
 
 
 def _words(script: str, number: int = 0) -> Words:
-    """Later choices of one call say their number too, or nothing (`short`)."""
+    """Later choices of one call say their number too, or nothing (`words`)."""
     verb, _, rest = script.partition(" ")
     more = f" #{number}" if number else ""
     if verb == "think":
@@ -274,13 +274,13 @@ def _words(script: str, number: int = 0) -> Words:
         name, _, arguments = rest.partition(" ")
         return Words(tool=(name, arguments))
     if verb == "words":
-        return Words(**json.loads(rest))
+        return Words(is_cut=True) if number else Words(**json.loads(rest))
     if verb in ("wait", "hold"):
         return Words(text=rest.partition(" ")[2] + more)
     if verb == "cut":
         return Words(text="a long answer that is cut")
     if verb == "short":
-        return Words(text="" if number else rest, is_cut=True)
+        return Words(text=rest, is_cut=True)
     if verb in ("say", "tokenless", "reload"):
         return Words(text=rest + more)
     return Words(text="ok" + more)

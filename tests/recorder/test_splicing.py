@@ -200,10 +200,10 @@ def test_an_end_that_the_call_names_as_a_stop_token_stands_there_once(
 
 
 def test_a_choice_goes_on_where_another_one_is_empty(splicer: Recorder, run: str) -> None:
-    results = Results(splicer)
+    results, script = Results(splicer), 'words {"text": "a"}'
     with splicer.openai(run) as client:
-        assert len(ask(client, [user("short a")], n=2).choices) == 2
-    converse(splicer, run, user("say b"), history=[user("short a"), {"role": "assistant", "content": "a"}])
+        assert len(ask(client, [user(script)], n=2).choices) == 2
+    converse(splicer, run, user("say b"), history=[user(script), {"role": "assistant", "content": "a"}])
     assert results.counted() == {"start": 1, "spliced": 1}
 
 

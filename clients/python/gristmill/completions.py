@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from gristmill.errors import InvalidArgumentError
 
-__all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "checked_choice", "logprobs_of", "sampled"]
+__all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "logprobs_of", "sampled"]
 
 _DIGITS = 10  # The digits of 2**31 - 1.
 # For a token without a logprob vLLM writes this, and SGLang and llama.cpp the lowest float.
