@@ -41,8 +41,8 @@ class RecorderApp:
     def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         self._calls = Calls(settings, runs, engine, metrics)
-        self._buffers = Buffers(settings.max_body_bytes, settings.max_buffered_bytes)
-        metrics.buffered.set_function(lambda: self._buffers.size)
+        self._buffers = Buffers(settings.max_body_bytes, settings.max_in_flight_bytes)
+        metrics.in_flight.set_function(lambda: self._buffers.size)
         self._own: dict[str, Handler] = {"healthz": self._alive, "readyz": self._ready, "metrics": self._scraped}
         self._ends: dict[str, End] = {"finish": self._finish, "abort": self._abort}
         self.is_ready = True

@@ -37,8 +37,8 @@ class Buffers:
     def _take(self, size: int, most: int) -> None:
         if size > 0 and self.size + size > most:
             raise Busy(
-                f"requests and answers have {self.size} bytes in memory, where --max-buffered-bytes is "
-                f"{self._max_total:d}; retry, or raise --max-buffered-bytes"
+                f"requests and answers have {self.size} bytes in memory, where --max-in-flight-bytes is "
+                f"{self._max_total:d}; retry, or raise --max-in-flight-bytes"
             )
         self.size += size
 

@@ -33,7 +33,7 @@ class Metrics:
             "journal_seconds", "Seconds of one append to the journal.", buckets=_ADDED, **shared
         )
         self.under_way = Gauge("calls_under_way", "Calls in progress.", **shared)
-        self.buffered = Gauge("buffered_bytes", "Bytes of requests and answers in memory.", **shared)
+        self.in_flight = Gauge("in_flight_bytes", "Bytes of requests and answers in memory.", **shared)
         self.cut = Counter(
             "cut_calls", "Calls whose connection was lost before they were recorded, by side.", ("side",), **shared
         )

@@ -67,7 +67,7 @@ class RecorderSettings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer, in bytes or as 64MiB."
     )
-    max_buffered_bytes: ByteSize = Field(
+    max_in_flight_bytes: ByteSize = Field(
         ByteSize(2 << 30),
         gt=0,
         description="Limit of the requests and answers in memory, in bytes; requests alone take half of it. Further "
@@ -135,10 +135,10 @@ class RecorderSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_buffers(self) -> RecorderSettings:
-        if self.max_buffered_bytes < 2 * self.max_body_bytes:
+        if self.max_in_flight_bytes < 2 * self.max_body_bytes:
             raise ValueError(
-                f"max_buffered_bytes is {self.max_buffered_bytes:d}, and requests, which take half of it, may have "
-                f"{self.max_body_bytes:d} (max_body_bytes); raise max_buffered_bytes, or lower max_body_bytes"
+                f"max_in_flight_bytes is {self.max_in_flight_bytes:d}, and requests, which take half of it, may have "
+                f"{self.max_body_bytes:d} (max_body_bytes); raise max_in_flight_bytes, or lower max_body_bytes"
             )
         return self
 

@@ -12,7 +12,7 @@ def test_requests_leave_half_of_the_memory_to_the_answers() -> None:
     buffers = Buffers(max_each=50, max_total=100)
     with buffers.buffer() as first, buffers.buffer() as second:
         first.add_request(30)
-        with pytest.raises(Busy, match="have 30 bytes in memory, where --max-buffered-bytes is 100"):
+        with pytest.raises(Busy, match="have 30 bytes in memory, where --max-in-flight-bytes is 100"):
             second.add_request(21)
         second.add_request(20)
         first.resize_answer("an answer", 50)

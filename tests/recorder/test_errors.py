@@ -310,7 +310,7 @@ def test_a_version_of_thousands_of_digits_is_refused(recorder: Recorder, run: st
 
 
 def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Service, run: str) -> None:
-    flags = ("--max-calls", "2", "--max-body-bytes", "2000", "--max-buffered-bytes", "4000", "--max-row-bytes", "300")
+    flags = ("--max-calls", "2", "--max-body-bytes", "2000", "--max-in-flight-bytes", "4000", "--max-row-bytes", "300")
     flags = (*flags, "--silence-timeout-s", "4")
     with serving(Engine()) as engine:
         recorder = start_recorder(engine.url, service.grpc_address, *flags)
@@ -318,10 +318,10 @@ def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Ser
         assert "--max-body-bytes" in refusal(chat(recorder, run, body("say hi", n=20)))[1]
         with ThreadPoolExecutor(2) as agents:
             slow = agents.submit(chat, recorder, run, body("wait 60 " + "late" * 400))
-            while not recorder.metric("buffered_bytes"):
+            while not recorder.metric("in_flight_bytes"):
                 time.sleep(0.01)
             status, message = refusal(chat(recorder, run, body("say " + "hi" * 300), uid="b"))
-            assert (status, "--max-buffered-bytes" in message) == (503, True)
+            assert (status, "--max-in-flight-bytes" in message) == (503, True)
             also_slow = agents.submit(chat, recorder, run, body("wait 60 late"), uid="b")
             while recorder.metric("calls_under_way") < 2:
                 time.sleep(0.01)
@@ -330,7 +330,7 @@ def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Ser
             for call in (slow, also_slow):
                 status, message = refusal(call.result())
                 assert (status, "--silence-timeout-s" in message) == (504, True)
-    assert recorder.metric("buffered_bytes") == 0
+    assert recorder.metric("in_flight_bytes") == 0
     status, message = refusal(chat(recorder, run, body("say hi")))
     assert (status, f"the engine at {engine.url} cannot be reached" in message) == (502, True)
     with serving(Engine(port=int(engine.url.rpartition(":")[2]))):
