@@ -155,7 +155,7 @@ async def read_body(request: web.BaseRequest, buffer: Buffer) -> bytes:
 def _of_samples(choices: Sequence[Document], samples: Sequence[Sampled]) -> Sequence[Document]:
     """Returns the choice of each sample; empty ones if the answer has no choices."""
     by_index = {choice.get("index", place): choice for place, choice in enumerate(choices)}
-    return [by_index.get(sample.index, {}) for sample in samples]
+    return [by_index.get(sample.choice, {}) for sample in samples]
 
 
 def _version(request: web.BaseRequest, announced: int) -> int:

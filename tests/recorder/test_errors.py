@@ -310,10 +310,10 @@ def test_a_version_of_thousands_of_digits_is_refused(recorder: Recorder, run: st
 
 
 def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Service, run: str) -> None:
-    flags = ("--max-calls", "2", "--max-body-bytes", "2000", "--max-in-flight-bytes", "4000", "--max-row-bytes", "300")
-    flags = (*flags, "--silence-timeout-s", "4")
+    limits = {"calls": 2, "body-bytes": 2000, "in-flight-bytes": 4000, "row-bytes": 300}
+    flags = [word for name, limit in limits.items() for word in (f"--max-{name}", str(limit))]
     with serving(Engine()) as engine:
-        recorder = start_recorder(engine.url, service.grpc_address, *flags)
+        recorder = start_recorder(engine.url, service.grpc_address, *flags, "--silence-timeout-s", "4")
         assert refusal(chat(recorder, run, body("say " + "x" * 3000)))[0] == 413
         assert "--max-body-bytes" in refusal(chat(recorder, run, body("say hi", n=20)))[1]
         with ThreadPoolExecutor(2) as agents:

@@ -51,7 +51,7 @@ class Sampled(NamedTuple):
     rollout_logprobs: one log-probability per sampled token; None if the answer has none. stop_reason: the engine's name
     for it; "" if the answer has none. policy_versions: the version of the weights that sampled each token, -1 where
     the label is not a number; None if the answer has no numeric labels. sampling_mask: the tokens from which each token
-    was sampled; None if the answer has none. index: of the choice in the answer.
+    was sampled; None if the answer has none. choice: the index of the choice in the answer.
     """
 
     prompt_token_ids: Sequence[int]
@@ -60,7 +60,7 @@ class Sampled(NamedTuple):
     stop_reason: str
     policy_versions: Sequence[int] | None = None
     sampling_mask: Sequence[Sequence[int]] | None = None
-    index: int = 0
+    choice: int = 0
 
 
 def sampled(completion: Any) -> list[Sampled]:
@@ -139,7 +139,7 @@ class ChunkReader:
             response = _first(choice.tokens, _at(self._extension.get("output_ids"), index), dynamo.response)
             logprobs, mask = _first(dynamo.logprobs, choice.logprobs), _first(choice.mask, dynamo.mask)
             sample = checked_choice(prompt, response, logprobs, choice.stop_reason, where, choice.spans, mask)
-            choices.append(sample._replace(index=index))
+            choices.append(sample._replace(choice=index))
         if not choices:
             raise InvalidArgumentError("the stream has no choices; pass the chunks of a completion")
         return [choice for choice in choices if choice.response_ids]

@@ -185,8 +185,8 @@ class RolloutCore:
 
     async def _abort_row(self, row: Mapping[str, Any]) -> RowOutcome:
         """Aborts the trajectory of a row that says why, and begins its group if no other row did."""
-        key = TrajectoryKey(row.get("round", 0), row.get("uid"), row.get("sample"))
-        attempt, reason = row.get("attempt", 0), aborted(row)
+        key = TrajectoryKey(row.get("round", 0), row.get("uid", ""), row.get("sample", UNKNOWN))
+        attempt, reason = row.get("attempt", 0), row["aborted"]
         try:
             await self._abort(key, attempt, reason)
         except NotFoundError:
