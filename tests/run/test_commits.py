@@ -124,6 +124,27 @@ class TestCompaction:
             bench.submit(row("a"))
         assert bench.run.is_lost
 
+    def test_it_is_encoded_beside_the_loop(self) -> None:
+        bench, threads = Bench(log=CompactingLog()), list[threading.Thread]()
+
+        def begin() -> Callable[[], bytes]:
+            threads.append(threading.current_thread())
+            return encode
+
+        def encode() -> bytes:
+            threads.append(threading.current_thread())
+            return b""
+
+        async def compact() -> threading.Thread:
+            commits.compact(begin)
+            await commits.safe()
+            return threading.current_thread()
+
+        commits = bench.run._writer.commits
+        on_the_loop = on_loop(compact)
+        assert threads[0] is on_the_loop
+        assert threads[1] is not on_the_loop
+
     def test_a_state_that_is_half_applied_is_no_snapshot(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = CompactingLog()
         log.is_long = False
@@ -225,14 +246,15 @@ class TestCallersThatGoAway:
 class TestDefects:
     """Nobody waits for ever."""
 
-    def test_a_snapshot_that_cannot_be_made_loses_the_run(self) -> None:
+    @pytest.mark.parametrize("is_encoding", [False, True])
+    def test_a_snapshot_that_cannot_be_made_loses_the_run(self, is_encoding: bool) -> None:
         bench = Bench()
 
-        def fail() -> bytes:
+        def fail() -> Any:
             raise ZeroDivisionError
 
         async def compact() -> None:
-            commits.compact(fail)
+            commits.compact((lambda: fail) if is_encoding else fail)
             await commits.safe()
 
         commits = bench.run._writer.commits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -28,9 +29,9 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
-from gristmill_service.run.machine.codec import decode_state, encode_event, encode_state, record_of
+from gristmill_service.run.machine.codec import decode_state, encode_event, encode_state, record_of, snapshot_of
 from gristmill_service.run.machine.decisions.resume import Checkpoint
-from gristmill_service.run.machine.events import BatchSealed
+from gristmill_service.run.machine.events import BatchSealed, GroupKey
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.storage import memory
 from gristmill_service.storage.journal.run_store import JournalRunStore
@@ -273,15 +274,33 @@ def test_a_snapshot_is_the_state_and_is_folded_on_from(
     for index, command in enumerate(commands):
         act(bench, *command)
         if index == len(commands) // 2:
-            half = encode_state(bench.state), len(bench.log.events)
+            half = snapshot_of(bench.state), len(bench.log.events)
     if half is None:
         return
-    snapshot, count = half
-    state = decode_state(snapshot)
+    encode, count = half
+    state = decode_state(encode())
     for event in bench.log.events[count:]:
         apply(state, event)
     assert state == bench.state
     assert (list(state.open), list(state.complete)) == (list(bench.state.open), list(bench.state.complete))
+    assert decode_state(encode_state(state)) == state
+
+
+def test_a_snapshot_has_millions_of_closed_groups_in_parts_as_they_were_when_it_began() -> None:
+    state = State.initial(parse_config(CONFIG))
+    for number in range(10_000):
+        state.closed[GroupKey(0, f"u{number}")] = number // 8
+    state.closed[GroupKey(0, "u3")] = "given up"
+    state.closed_tags[GroupKey(0, "u3")] = "math"
+    before, encode = copy.deepcopy(state), snapshot_of(state)
+    assert before == state
+    state.closed[GroupKey(0, "u9999")] = "given up"
+    state.closed[GroupKey(1, "new")] = 7
+    state.closed_tags[GroupKey(0, "u3")] = "code"
+    state.policy_version = 3
+    decoded = decode_state(encode())
+    assert decoded == before
+    assert list(decoded.closed) == list(before.closed)
     assert decode_state(encode_state(state)) == state
 
 

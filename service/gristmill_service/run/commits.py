@@ -17,6 +17,8 @@ from gristmill_service.storage.run_store import LogLostError, RunLog
 
 _log = structlog.get_logger(__name__)
 
+MakeSnapshot = Callable[[], Callable[[], bytes] | None]
+
 
 class Commits:
     """The appends of one run. Used on the event loop; `threads` call the log, one call at a time.
@@ -28,7 +30,7 @@ class Commits:
         self._log, self._threads, self._on_lost = log, threads, on_lost
         self._events: list[EncodedEvent] = []
         self._tables: dict[int, Steps] = {}
-        self._snapshot: Callable[[], bytes | None] | None = None
+        self._snapshot: MakeSnapshot | None = None
         self._added = self._safe = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._is_appending = False
@@ -53,9 +55,9 @@ class Commits:
             # Deferred, so that commands of the same loop iteration share the append.
             asyncio.get_running_loop().call_soon(self._begin)
 
-    def compact(self, snapshot: Callable[[], bytes | None]) -> None:
-        """Replaces the log by a snapshot of the state, with the next append. snapshot: returns the encoded state; None
-        if it is unusable."""
+    def compact(self, snapshot: MakeSnapshot) -> None:
+        """Replaces the log by a snapshot of the state, with the next append. snapshot: returns a function that encodes
+        the state as it is at that call; None if it is unusable."""
         self._snapshot = snapshot
         self.add((), {})
 
@@ -90,12 +92,14 @@ class Commits:
             return
         appending.add_done_callback(lambda done: self._end(number, done.exception()))
 
-    def _append(self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps], snapshot: bytes | None) -> None:
+    def _append(
+        self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps], snapshot: Callable[[], bytes] | None
+    ) -> None:
         if events:
             self._log.append(record_of(events), tables)
         if snapshot is not None:
             try:
-                self._log.compact(snapshot)
+                self._log.compact(snapshot())
             except LogLostError:
                 raise
             except UnavailableError as error:

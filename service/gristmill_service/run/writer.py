@@ -22,7 +22,7 @@ from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.run.capacity import RowBudget
 from gristmill_service.run.commits import Commits
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.run.machine.codec import encode_event, encode_state
+from gristmill_service.run.machine.codec import encode_event, snapshot_of
 from gristmill_service.run.machine.decisions import admission, sealing
 from gristmill_service.run.machine.decisions.admission import BytesLeft, Room
 from gristmill_service.run.machine.decisions.pacing import forget
@@ -231,9 +231,9 @@ class Writer:
         effects.tables[number] = table
         self.rows.add(number, to_stored(table) if self._has_rows_in_memory else None, len(table), rows)
 
-    def _snapshot(self) -> bytes | None:
+    def _snapshot(self) -> Callable[[], bytes] | None:
         # After a defect, events may be applied only in part.
-        return None if self._is_lost else encode_state(self.state)
+        return None if self._is_lost else snapshot_of(self.state)
 
     # --- Waiting
 

@@ -6,13 +6,15 @@ A new field needs a default, so that logs of older versions can be read; any oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, cast
 
 import msgspec
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine import events as kinds
+from gristmill_service.run.machine.closed_groups import ClosedGroups
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
@@ -61,7 +63,35 @@ def decode_events(record: bytes) -> list[Event]:
 
 
 def encode_state(state: State) -> bytes:
-    return _encoder.encode((FORMAT, state))
+    return snapshot_of(state)()
+
+
+def snapshot_of(state: State) -> Callable[[], bytes]:
+    """Returns a function that encodes the state as it is now, to be called in a thread. Only what is small is encoded
+    here. The closed groups are encoded in the thread in parts, because encoding holds the interpreter's lock."""
+    closed = {name: cast(ClosedGroups[Any], getattr(state, name)).parts() for name in ("closed", "closed_tags")}
+    rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name not in closed}
+    start = b"\x92" + _encoder.encode(FORMAT) + _map_header(len(rest) + len(closed)) + _content(rest)
+
+    def encode() -> bytes:
+        pieces = [start]
+        for name, (count, parts) in closed.items():
+            # The content of a map is that of an array of its keys and values, and the last of equal keys counts.
+            pieces += [_encoder.encode(name), _map_header(count), *map(_content, parts)]
+        # Joining many bytes releases the interpreter's lock.
+        return b"".join(pieces)
+
+    return encode
+
+
+def _map_header(count: int) -> bytes:
+    """Returns the header of a map with a length of 32 bits."""
+    return b"\xdf" + count.to_bytes(4, "big")
+
+
+def _content(values: Mapping[Any, Any] | Sequence[Any]) -> bytes:
+    """Encodes a map or an array without its header, whose size depends on the length."""
+    return _encoder.encode(values)[1 if len(values) < 1 << 4 else 3 if len(values) < 1 << 16 else 5 :]
 
 
 def decode_state(snapshot: bytes) -> State:

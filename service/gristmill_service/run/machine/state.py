@@ -16,6 +16,7 @@ from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import ColumnPlace, Position
 from gristmill_service.run.machine.batch import Batch
 from gristmill_service.run.machine.batch_records import keep
+from gristmill_service.run.machine.closed_groups import ClosedGroups
 from gristmill_service.run.machine.events import (
     Acknowledged,
     BatchFailed,
@@ -166,6 +167,9 @@ class State:
     rollbacks: list[dict[Model, Position]] = field(default_factory=list)
     records: list[Figures] = field(default_factory=list)
     baselines: dict[BaselineKey, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.closed, self.closed_tags = ClosedGroups(self.closed), ClosedGroups(self.closed_tags)
 
     @classmethod
     def initial(cls, config: RunConfig) -> State:
