@@ -113,8 +113,8 @@ def _games(experiment: Experiment) -> str:
 
 def _introduce(service: Service, console: Console) -> None:
     console.print(
-        f"A number of 1 to {LARGEST}, {MAX_TURNS} guesses, hints between them. Who ignores the hints wins "
-        f"{BLIND_SUCCESS:.0%} at most, the best player {BEST_SUCCESS:.0%}.\n"
+        f"The game: find a number from 1 to {LARGEST} with {MAX_TURNS} guesses and a hint after each. A player that "
+        f"ignores the hints wins at most {BLIND_SUCCESS:.0%} of the games, the best player {BEST_SUCCESS:.0%}.\n"
         f"{WORKERS} rollout workers → gristmill serve ({service.grpc_address}, page {service.http_url}/) → "
         f"{DP_SIZE} trainer ranks"
     )

@@ -166,8 +166,7 @@ class Settings(BaseSettings):
     )
     max_waiters: PositiveInt = Field(
         512,
-        description="How many calls may wait at a time; over gRPC each uses a thread. Further calls are answered at "
-        "once.",
+        description="How many calls may wait at a time. Further calls are answered at once.",
     )
     max_streams: PositiveInt = Field(
         256,

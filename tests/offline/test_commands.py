@@ -80,7 +80,7 @@ def test_a_plan_is_utf_8_whatever_the_terminal_takes(
     command = [GRISTMILL, "plan", str(file), "--config", str(config)]
     done = subprocess.run(command, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.decode())["dropped_uids"] == ["プロンプト0"]
+    assert json.loads(done.stdout.decode())["dropped_groups"] == [{"uid": "プロンプト0", "round": 0}]
 
 
 @pytest.mark.parametrize("command", ["plan", "batch"])

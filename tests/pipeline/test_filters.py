@@ -10,6 +10,7 @@ import pytest
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
+from gristmill_service.pipeline.plan_document import GroupDocument
 from tests import naive
 from tests.rows import make_config, make_row
 from tests.strategies import Row
@@ -104,15 +105,23 @@ def test_stale_groups_are_counted_by_default_and_dropped_when_asked() -> None:
     for row, version in zip(table, [4, 1, 4, 4], strict=True):
         row["policy_version"] = version
     kept = built(table, max_staleness=2)
-    assert (kept.plan.counts["stale_groups"], kept.plan.prompts, kept.plan.dropped_uids) == (1, 2, [])
+    assert (kept.plan.counts["stale_groups"], kept.plan.prompts, kept.plan.dropped_groups) == (1, 2, [])
     dropped = built(table, max_staleness=2, stale="drop")
-    assert (dropped.plan.counts["stale_groups"], dropped.plan.prompts, dropped.plan.dropped_uids) == (
+    assert (dropped.plan.counts["stale_groups"], dropped.plan.prompts, dropped.plan.dropped_groups) == (
         1,
         1,
-        ["p0"],
+        [GroupDocument("p0", 0)],
     )
     assert dropped.plan.rows_received == 4
     assert {uid for uid, _ in trained(dropped)} == {"p1"}
+
+
+def test_a_dropped_group_is_named_with_its_round() -> None:
+    table = rows([[0.0, 1.0], [0.0, 1.0]])
+    for row, version in zip(table, [1, 1, 4, 4], strict=True):
+        row |= {"uid": "p", "round": version, "policy_version": version}
+    dropped = built(table, max_staleness=2, stale="drop")
+    assert dropped.plan.dropped_groups == [GroupDocument("p", 1)]
 
 
 def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped() -> None:
@@ -121,7 +130,7 @@ def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped() -
         row["uid"] = {"p0": "padding", "p1": "_padding", "p2": "p2"}[row["uid"]]
         row["policy_version"] = version
     batch = built(table, max_staleness=2, stale="drop", dp_size=3)
-    assert batch.plan.dropped_uids == ["padding"]
+    assert batch.plan.dropped_groups == [GroupDocument("padding", 0)]
     assert {uid for uid, sample in trained(batch) if sample == -1} == {"__padding"}
 
 

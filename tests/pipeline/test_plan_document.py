@@ -33,7 +33,7 @@ def test_it_has_the_fields_of_the_specification_in_their_order() -> None:
     batch = build_batch(from_rows(rows("a", "b"), step_wise=False), parse_config(CONFIG), run="r", batch=3)
     document = json.loads(encode_plan(batch.plan))
     assert list(document) == [
-        *("batch", "rows_received", "rows", "prompts", "optimizer_steps", "dp_size", "dropped_uids", "mini_batches"),
+        *("batch", "rows_received", "rows", "prompts", "optimizer_steps", "dp_size", "dropped_groups", "mini_batches"),
         *("counts", "metrics", "merge_mismatches", "tags", "tag_metrics"),
     ]
     assert document["mini_batches"] == [

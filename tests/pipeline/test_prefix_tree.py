@@ -172,14 +172,13 @@ def test_whole_trailing_groups_are_dropped_where_that_aligns(random: Random) -> 
     except MisalignedError:
         return
     uids = [row.steps[0]["uid"] for row in merged(rows, config)]
+    dropped = {group.uid for group in batch.plan.dropped_groups}
     for part in batch.plan.mini_batches:
         kept = [row for rank in part.ranks for row in rank.rows]
         assert PADDING not in kept
         assert sorted(kept) == list(range(part.start, part.start + part.rows))
-        assert {uids[row] for row in kept}.isdisjoint(batch.plan.dropped_uids)
-    trained = sum(
-        len(naive.tokens_of(row)) for row in merged(rows, config) if row.steps[0]["uid"] not in batch.plan.dropped_uids
-    )
+        assert {uids[row] for row in kept}.isdisjoint(dropped)
+    trained = sum(len(naive.tokens_of(row)) for row in merged(rows, config) if row.steps[0]["uid"] not in dropped)
     assert batch.plan.metrics["tokens"] == trained
 
 
@@ -188,7 +187,7 @@ def test_a_batch_of_which_all_groups_are_stale_has_no_shards() -> None:
     rows = [row | {"policy_version": 0 if row["uid"] == "p" else 5} for row in rows]
     config = CONFIG | {"train_batch_size": 2, "max_staleness": 1, "stale": "drop"}
     plan = built(rows, config).plan
-    assert (plan.dropped_uids, plan.metrics["distinct_tokens"]) == (["p"], 3)
+    assert ([group.uid for group in plan.dropped_groups], plan.metrics["distinct_tokens"]) == (["p"], 3)
     steps, checked = from_rows(rows[:2]), parse_config(config | {"train_batch_size": 1})
     assert build_batch(steps, checked, run="r", batch=0, policy_version=9).shards == []
 

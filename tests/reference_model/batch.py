@@ -45,7 +45,7 @@ def expected(
 
 @dataclass
 class Batch:
-    """received: rows. stale: uids of groups dropped as stale. rows: merged ones, in order. bounds: of the groups' rows.
+    """received: rows. stale: groups dropped as stale. rows: merged ones, in order. bounds: of the groups' rows.
     padding: next to each row in the policy's shards. shares: what the rows of each micro-batch share."""
 
     received: list[Row]
@@ -221,7 +221,7 @@ class Batch:
     def _labels(self, part: MiniBatch, rank: int, divisors: Denominators) -> dict[str, Any]:
         """A shard's metadata, without its run and batch."""
         rows = [row for micro_batch in part.ranks[rank] for row in micro_batch]
-        padding, taken = "padding", {group.uid for group in self.groups} | set(self.stale)
+        padding, taken = "padding", {group.uid for group in [*self.groups, *self.stale]}
         while padding in taken:
             padding = f"_{padding}"
 

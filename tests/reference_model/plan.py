@@ -25,7 +25,7 @@ def places(micro_batches: list[list[int]]) -> list[list[int]]:
 
 def document(batch: Batch, number: int, shards: dict[Any, Any]) -> Plan:
     policy = [part for part in batch.parts if part.model == "policy"]
-    dropped = [batch.groups[group].uid for part in policy for group in part.dropped]
+    dropped = [batch.groups[group] for part in policy for group in part.dropped]
     has_tags = any(group.tag for group in batch.groups)
     plan: Plan = {
         "batch": number,
@@ -34,7 +34,7 @@ def document(batch: Batch, number: int, shards: dict[Any, Any]) -> Plan:
         "prompts": len(batch.groups),
         "optimizer_steps": len(policy) * batch.config["update_epochs_per_batch"],
         "dp_size": batch.config["dp_size"],
-        "dropped_uids": batch.stale + dropped,
+        "dropped_groups": [{"uid": group.uid, "round": group.round} for group in batch.stale + dropped],
         "mini_batches": [_mini_batch(batch, part) for part in batch.parts],
         "counts": batch.counts | _counts(batch, len(dropped)),
         "metrics": _accuracy(batch) | _load(batch, policy) | _padding(batch, policy, shards),

@@ -95,14 +95,14 @@ def groups_of(rows: list[Row]) -> list[Group]:
 
 def filtered(
     groups: list[Group], config: Config, announced: int | None
-) -> tuple[list[Group], list[str], dict[str, int], int]:
-    """The groups that stay, with scores and masks; the uids of those dropped as stale; the counts; the current version,
+) -> tuple[list[Group], list[Group], dict[str, int], int]:
+    """The groups that stay, with scores and masks; those dropped as stale; the counts; the current version,
     which without an announced one is the largest in the batch."""
     counts: dict[str, int] = {}
     steps = [step for group in groups for one in group.trajectories for step in one.steps]
     seen = [version for step in steps for version in [step["policy_version"], *(step.get("policy_versions") or [])]]
     current = max(seen, default=-1) if announced is None else announced
-    most, dropped = config["max_staleness"], list[str]()
+    most, dropped = config["max_staleness"], list[Group]()
     if most is not None:
         stale = [
             group
@@ -111,7 +111,7 @@ def filtered(
         ]
         counts["stale_groups"] = len(stale)
         if config["stale"] == "drop":
-            dropped = [group.uid for group in stale]
+            dropped = stale
             groups = [group for group in groups if group not in stale]
     has_versions = any(step.get("policy_versions") is not None for step in steps)
     for group in groups:

@@ -4,6 +4,9 @@ It is pure: functions from arrays to arrays, without I/O, clock, randomness or g
 same bytes. Data flows in one direction through the packages:
 
     steps -> rows (validate, filter, merge) -> credit -> scheduling -> layout -> shards
+
+A row is a path of steps; a *visit* is one step on one path. A row's *lead* is what precedes its own elements in a
+tensor, such as the prompt in a tensor of whole sequences.
 """
 
 from __future__ import annotations

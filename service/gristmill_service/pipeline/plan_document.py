@@ -73,6 +73,12 @@ class MismatchDocument:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupDocument:
+    uid: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class BaselineDocument:
     """The running baseline of a tag and an agent, before and after the batch."""
 
@@ -86,11 +92,11 @@ class BaselineDocument:
 class PlanDocument:
     """The plan of a batch: when and where each row trains. Row indices refer to rows after merging.
 
-    dropped_uids: uids of groups dropped as stale or by alignment. counts: the number of cases of each rule, by name.
-    metrics: the policy's metrics. merge_mismatches: the first ones of each trajectory. tags: the environment or task of
-    each prompt group, in the batch's order, "" for a group without; empty if no group has one. tag_metrics: metrics by
-    tag. baselines: those of the run; absent with an estimator that keeps none. steps: with `merge: tree`, the numbers
-    of the steps on each row's path; absent with other modes.
+    dropped_groups: the groups that were dropped as stale or by alignment. counts: the number of cases of each rule, by
+    name. metrics: the policy's metrics. merge_mismatches: the first ones of each trajectory. tags: the environment or
+    task of each prompt group, in the batch's order, "" for a group without; empty if no group has one. tag_metrics:
+    metrics by tag. baselines: those of the run; absent with an estimator that keeps none. steps: with `merge: tree`,
+    the numbers of the steps on each row's path; absent with other modes.
     """
 
     batch: int
@@ -99,7 +105,7 @@ class PlanDocument:
     prompts: int
     optimizer_steps: int
     dp_size: int
-    dropped_uids: list[str]
+    dropped_groups: list[GroupDocument]
     mini_batches: list[MiniBatchDocument]
     counts: dict[str, int]
     metrics: dict[str, int | float]
@@ -148,7 +154,7 @@ def plan_document(
         prompts=len(received.groups),
         optimizer_steps=len(policy) * config.update_epochs_per_batch,
         dp_size=config.dp_size,
-        dropped_uids=[uid for _, uid in [*scored.stale, *dropped]],
+        dropped_groups=[GroupDocument(uid, round_) for round_, uid in [*scored.stale, *dropped]],
         mini_batches=[_mini_batch(mini_batch, scored) for mini_batch in mini_batches],
         counts=_counts(scored, len(dropped), config),
         metrics=_accuracy(scored, counts) | _performance(scored, policy, config, laid_out, counts.groups.tokens),

@@ -150,7 +150,7 @@ export class BatchView {
 function facts(picture) {
   const merged = picture.merges ? `${some(picture.rows_received, "row")} merged into ${count(picture.rows)}` : some(picture.rows, "row");
   const { tokens = 0, distinct_tokens: distinct = tokens, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = picture.metrics;
-  const dropped = picture.dropped_uids ? ` · ${picture.dropped_uids} groups dropped` : "";
+  const dropped = picture.dropped_groups ? ` · ${picture.dropped_groups} groups dropped` : "";
   const columns = picture.columns.length ? ` · with ${picture.columns.join(", ")}` : "";
   return `${some(picture.prompts, "group")} · ${merged} · ${count(tokens)} tokens${distinct < tokens ? `, ${count(distinct)} distinct` : ""} · ${share(padding_share)} padding · ` +
     `${some(padding_rows, "padding row")} · slowest rank ${barrier_ratio.toFixed(2)} × the mean load · ${picture.layout}${dropped}${columns}`;

@@ -48,7 +48,7 @@ class BatchPicture(Document):
     prompts: int
     rows_received: int
     rows: int
-    dropped_uids: int
+    dropped_groups: int
     metrics: dict[str, float] = Field(description="As in the plan.")
     counts: dict[str, int] = Field(description="As in the plan.")
     mini_batches_in_all: int
@@ -137,7 +137,7 @@ class BatchView:
             prompts=plan.prompts,
             rows_received=plan.rows_received,
             rows=plan.rows,
-            dropped_uids=len(plan.dropped_uids),
+            dropped_groups=len(plan.dropped_groups),
             metrics=plan.metrics,
             counts=plan.counts,
             mini_batches_in_all=len(mini_batches),
