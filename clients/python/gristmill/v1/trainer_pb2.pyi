@@ -64,7 +64,8 @@ class GetBatchRequest(google.protobuf.message.Message):
     """Seconds to wait at most; 0 answers at once. The server may answer earlier, with BATCH_STATE_PENDING."""
     trains: gristmill.v1.run_pb2.Model.ValueType
     """The model whose trainer asks and will acknowledge; unspecified: the caller only reads, and may wait for any later
-    batch. For a trainer, after a rollback of the run, a batch that is not sealed and beyond the next one of these
+    batch. When all ranks of the policy have asked for a batch as trainers, the acknowledged batches before it are
+    trained. For a trainer, after a rollback of the run, a batch that is not sealed and beyond the next one of these
     ranks is FAILED_PRECONDITION: they were further, and have to resume.
     """
     @property
