@@ -40,9 +40,9 @@ async def engine(context: list[int]) -> tuple[list[int], list[float]]:
     return [random.randint(1, LARGEST)], [-3.0]
 
 
-async def play(client: AsyncRolloutClient, uid: str, sample: int, secret: int, version: int) -> None:
+async def play(client: AsyncRolloutClient, uid: str, sample: int, secret: int) -> None:
     """Play one agent's game. An error aborts its trajectory, and its group continues without it."""
-    async with client.trajectory(uid, sample, policy_version=version) as trajectory:
+    async with client.trajectory(uid, sample) as trajectory:
         context = [START]
         for turn in range(1, TURNS + 1):
             response, logprobs = await engine(context)
@@ -60,13 +60,13 @@ async def play(client: AsyncRolloutClient, uid: str, sample: int, secret: int, v
             context = [*context, *response, HIGHER if response[0] < secret else LOWER]
 
 
-async def play_group(client: AsyncRolloutClient, uid: str, version: int) -> int:
+async def play_group(client: AsyncRolloutClient, uid: str) -> int:
     """Play all samples of a prompt at once; return how many of them failed."""
     secret = random.randint(1, LARGEST)
 
     async def attempt(sample: int) -> bool:
         try:
-            await play(client, uid, sample, secret, version)
+            await play(client, uid, sample, secret)
         except ConnectionError:
             return False
         return True
@@ -89,8 +89,7 @@ async def main() -> None:
         async with asyncio.TaskGroup() as group:
             # Waits while the trainer is behind, which paces the agents. Empty when all groups are finished.
             while admitted := await client.begin_groups(waiting):
-                version = await client.policy_version()
-                games += [group.create_task(play_group(client, uid, version)) for uid in admitted]
+                games += [group.create_task(play_group(client, uid)) for uid in admitted]
                 waiting = [uid for uid in waiting if uid not in admitted]
         batches = await client.finish()
         states = dict(Counter(group.state.value for group in await client.groups()))

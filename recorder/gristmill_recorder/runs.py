@@ -32,16 +32,17 @@ _TIMEOUT_S = 30.0
 _PATIENCE_S = 2.0
 _WATCH_S = 600.0
 _PAUSE_S = 1.0
-_UNKNOWN_VERSION = -1
+_FIRST_VERSION = 0
+"""The policy version before the trainer announced any."""
 
 
 class Run:
-    """A run. policy_version: the last one that the trainer announced; -1 while it is unknown. columns: those that its
-    rows get."""
+    """A run. policy_version: the last one that the trainer announced; 0 before any. columns: those that its rows
+    get."""
 
     def __init__(self, name: str, client: AsyncRolloutClient, columns: Collection[str], metrics: Metrics) -> None:
         self.name, self.client, self.epochs, self._columns = name, client, Epochs(client), columns
-        self.policy_version, self._samples = _UNKNOWN_VERSION, inf
+        self.policy_version, self._samples = _FIRST_VERSION, inf
         self._metrics = metrics
         self._is_known = False
         self._patient_until = 0.0
@@ -115,7 +116,7 @@ class Run:
                 continue
             except NotFoundError as error:
                 _log.info("run %r: no longer known: %s", self.name, error)
-                self._is_known, self.policy_version, self._samples = False, _UNKNOWN_VERSION, inf
+                self._is_known, self.policy_version, self._samples = False, _FIRST_VERSION, inf
                 return
             except GristmillError as error:
                 _log.info("run %r: policy version not updated, will be retried: %s", self.name, error)

@@ -57,5 +57,8 @@ class Awaited:
 
 class AwaitedClient(Awaited):
     def trajectory(self, *args: Any, **options: Any) -> Awaited:
-        made: AsyncTrajectory = self.awaited.trajectory(*args, **options)
-        return Awaited(self._loop, made)
+        async def make() -> AsyncTrajectory:
+            trajectory: AsyncTrajectory = self.awaited.trajectory(*args, **options)
+            return trajectory
+
+        return Awaited(self._loop, asyncio.run_coroutine_threadsafe(make(), self._loop).result())

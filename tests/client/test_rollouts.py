@@ -18,13 +18,16 @@ from gristmill import (
     RolloutClient,
     RowOutcome,
     TrainerClient,
+    UnavailableError,
 )
-from gristmill._client.rollout import requests, sender
+from gristmill._client.rollout import policy_versions, requests, sender
 from gristmill._wire.column_spec import specs_of
 from gristmill.v1 import rollout_pb2
-from tests.client.faces import FACES, connecting
+from tests.client.faces import FACES, Connect, connecting
 from tests.client.whole_way import CONFIG, ROW, prompts, roll_out
 from tests.on_loop import Service
+from tests.run.harness import wait_until
+from tests.strategies import Row
 
 
 def test_rewards_may_come_later(client: RolloutClient, trainer: TrainerClient) -> None:
@@ -410,6 +413,74 @@ def test_policy_versions_reach_the_workers(client: RolloutClient, trainer: Train
     thread.join(30)
     assert reached == [3]
     assert client.policy_version() == 3
+
+
+def test_a_trajectory_without_a_version_has_the_one_that_was_announced_when_it_began(
+    service: Service, run_name: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run({**CONFIG, "n_samples_per_prompt": 8, "train_batch_size": 1, "policy_mini_batch_size": 1})
+        with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
+
+            def sampled(sample: int, *, announced: int | None = None, **version: Any) -> None:
+                trajectory = client.trajectory("p", sample, **version)
+                if announced is not None:
+                    awaited: Any = trajectory._awaited if isinstance(client, RolloutClient) else trajectory.awaited
+                    wait_until(lambda: awaited._writer._policy_version._question.version is not None)
+                    trainer.announce_policy_version(announced)
+                trajectory.step([1], [2], reward=1.0, is_last_step=True)
+
+            sampled(0)
+            trainer.announce_policy_version(3)
+            assert client.begin_groups(["p"]) == ["p"]
+            sampled(1)
+            sampled(2, policy_version=-1)
+            trainer.announce_policy_version(4)
+            sampled(3)
+            monkeypatch.setattr(policy_versions, "_FRESH_S", -1.0)
+            sampled(4)
+            sampled(5, policy_version=2)
+            # Tokens may take long to sample.
+            sampled(6, announced=9)
+            sampled(7)
+            shard = next(next(iter(trainer)).mini_batches())
+    versions = dict(zip(shard["sample"].tolist(), shard["policy_version"].tolist(), strict=True))
+    assert versions == {0: 0, 1: 3, 2: -1, 3: 3, 4: 4, 5: 2, 6: 4, 7: 9}
+
+
+def test_a_trajectory_that_begins_while_the_service_is_unreachable_has_the_version_that_was_known(
+    service: Service, run_name: str
+) -> None:
+    client = RolloutClient("127.0.0.1:1", run_name, timeout_s=0.2)
+    first, known = client.trajectory("p", 0), client.trajectory("p", 1)
+    client._core._versions.learned(6)
+    client._core._versions._as_of = 0.0
+    later = client.trajectory("p", 2)
+    for trajectory, version in ((first, 0), (known, 0), (later, 6)):
+        trajectory.step([1], [2])
+        assert trajectory._awaited._writer._policy_version == version
+    with pytest.raises(UnavailableError):
+        client.close()
+
+
+@pytest.mark.parametrize("stale", ["count", "drop", "mask"])
+def test_a_run_that_keeps_stale_tokens_out_refuses_trained_tokens_of_an_unknown_version(
+    client: RolloutClient, stale: str
+) -> None:
+    client.create_run({**CONFIG, "max_staleness": 1, "stale": stale, "n_samples_per_prompt": 8})
+    row: Row = {**ROW, "response_ids": [2, 3], "is_last_step": True, "uid": "p"}
+    masked, trained = {**row, "loss_mask": [0, 1]}, {**row, "loss_mask": [1, 1]}
+    assert client.submit([{**row, "sample": 0, "loss_mask": [0, 0]}])[0].is_stored
+    assert client.submit([{**masked, "sample": 1, "policy_versions": [-1, 2]}])[0].is_stored
+    unknowns: list[Row] = [{}, {"policy_version": -1}, {"policy_versions": [-1, 2]}]
+    for sample, unknown in enumerate(unknowns, 2):
+        known = {**trained, "sample": 7, "policy_version": 0}
+        if stale == "count":
+            assert client.submit([{**trained, "sample": sample, **unknown}])[0].is_stored
+            continue
+        with pytest.raises(InvalidArgumentError, match=rf"uid 'p' sample {sample}.* policy version -1.*stale: {stale}"):
+            client.submit([known, {**trained, "sample": sample, **unknown}])
+    assert client.submit([{**trained, "sample": 7, "policy_version": 0}])[0].is_stored
 
 
 def test_a_run_of_other_settings_is_refused_and_of_wrong_ones_named(client: RolloutClient) -> None:

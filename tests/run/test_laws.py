@@ -481,7 +481,10 @@ def test_an_admitted_group_can_always_finish(chosen: dict[str, Any], order: list
     begun = [uid for uid, admission in zip("abcd", bench.begin(*"abcd"), strict=True) if admission == "ADMITTED"]
     assert begun, "there is room at the start, whatever the limits"
     steps = [
-        row(u, s, t, last=t == 1, reward=float(s), response=range(50)) for u in begun for s in (0, 1) for t in (0, 1)
+        row(u, s, t, last=t == 1, reward=float(s), response=range(50), policy_version=0)
+        for u in begun
+        for s in (0, 1)
+        for t in (0, 1)
     ]
     mixed = [steps[index] for index in order if index < len(steps)]
     for start in range(0, len(mixed), size):

@@ -25,45 +25,45 @@ _sym_db = _symbol_database.Default()
 from gristmill.v1 import rows_pb2 as gristmill_dot_v1_dot_rows__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agristmill/v1/rollout.proto\x12\x0cgristmill.v1\x1a\x17gristmill/v1/rows.proto\"o\n\x12\x42\x65ginGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tn_samples\x18\x05 \x03(\x05\x12\x0c\n\x04tags\x18\x06 \x03(\t\"n\n\x13\x42\x65ginGroupsResponse\x12\x30\n\nadmissions\x18\x01 \x03(\x0e\x32\x1c.gristmill.v1.GroupAdmission\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\"s\n\x11SubmitRowsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.gristmill.v1.Rows\x12\x0c\n\x04zstd\x18\x03 \x01(\x0c\x12\x15\n\rrefuse_by_row\x18\x05 \x01(\x08J\x04\x08\x04\x10\x05R\x04\x66ile\"\x95\x01\n\x12SubmitRowsResponse\x12*\n\x08outcomes\x18\x01 \x03(\x0e\x32\x18.gristmill.v1.RowOutcome\x12)\n\x07refused\x18\x03 \x03(\x0b\x32\x18.gristmill.v1.RefusedRow\x12\x12\n\nrequest_id\x18\x04 \x01(\tJ\x04\x08\x02\x10\x03R\x0erequest_socket\"]\n\nRefusedRow\x12\x0b\n\x03row\x18\x01 \x01(\x05\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\";\n\rTrajectoryKey\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0e\n\x06sample\x18\x03 \x01(\x05\"\x89\x01\n\x06Reward\x12/\n\ntrajectory\x18\x01 \x01(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x11\n\x04step\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05value\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0ctoken_values\x18\x04 \x01(\x0c\x42\x07\n\x05_stepB\x08\n\x06_value\"G\n\x11SetRewardsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12%\n\x07rewards\x18\x02 \x03(\x0b\x32\x14.gristmill.v1.Reward\"%\n\x12SetRewardsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"\x8c\x01\n\x18\x41\x62ortTrajectoriesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x31\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x07\x61ttempt\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\n\n\x08_attempt\",\n\x19\x41\x62ortTrajectoriesResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"N\n\x12\x41\x62ortGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"&\n\x13\x41\x62ortGroupsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"=\n\x10SealBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\x05\x62\x61tch\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x08\n\x06_batch\"3\n\x11SealBatchResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x03\x12\x0f\n\x07prompts\x18\x02 \x01(\x05*\xa5\x01\n\x0eGroupAdmission\x12\x1f\n\x1bGROUP_ADMISSION_UNSPECIFIED\x10\x00\x12\x1c\n\x18GROUP_ADMISSION_ADMITTED\x10\x01\x12\x1b\n\x17GROUP_ADMISSION_NO_ROOM\x10\x02\x12\x1a\n\x16GROUP_ADMISSION_SEALED\x10\x03\x12\x1b\n\x17GROUP_ADMISSION_DROPPED\x10\x04\x32\x8e\x04\n\x0eRolloutService\x12R\n\x0b\x42\x65ginGroups\x12 .gristmill.v1.BeginGroupsRequest\x1a!.gristmill.v1.BeginGroupsResponse\x12O\n\nSubmitRows\x12\x1f.gristmill.v1.SubmitRowsRequest\x1a .gristmill.v1.SubmitRowsResponse\x12O\n\nSetRewards\x12\x1f.gristmill.v1.SetRewardsRequest\x1a .gristmill.v1.SetRewardsResponse\x12\x64\n\x11\x41\x62ortTrajectories\x12&.gristmill.v1.AbortTrajectoriesRequest\x1a\'.gristmill.v1.AbortTrajectoriesResponse\x12R\n\x0b\x41\x62ortGroups\x12 .gristmill.v1.AbortGroupsRequest\x1a!.gristmill.v1.AbortGroupsResponse\x12L\n\tSealBatch\x12\x1e.gristmill.v1.SealBatchRequest\x1a\x1f.gristmill.v1.SealBatchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agristmill/v1/rollout.proto\x12\x0cgristmill.v1\x1a\x17gristmill/v1/rows.proto\"o\n\x12\x42\x65ginGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tn_samples\x18\x05 \x03(\x05\x12\x0c\n\x04tags\x18\x06 \x03(\t\"\x86\x01\n\x13\x42\x65ginGroupsResponse\x12\x30\n\nadmissions\x18\x01 \x03(\x0e\x32\x1c.gristmill.v1.GroupAdmission\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x05\"s\n\x11SubmitRowsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.gristmill.v1.Rows\x12\x0c\n\x04zstd\x18\x03 \x01(\x0c\x12\x15\n\rrefuse_by_row\x18\x05 \x01(\x08J\x04\x08\x04\x10\x05R\x04\x66ile\"\x95\x01\n\x12SubmitRowsResponse\x12*\n\x08outcomes\x18\x01 \x03(\x0e\x32\x18.gristmill.v1.RowOutcome\x12)\n\x07refused\x18\x03 \x03(\x0b\x32\x18.gristmill.v1.RefusedRow\x12\x12\n\nrequest_id\x18\x04 \x01(\tJ\x04\x08\x02\x10\x03R\x0erequest_socket\"]\n\nRefusedRow\x12\x0b\n\x03row\x18\x01 \x01(\x05\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\";\n\rTrajectoryKey\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0e\n\x06sample\x18\x03 \x01(\x05\"\x89\x01\n\x06Reward\x12/\n\ntrajectory\x18\x01 \x01(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x11\n\x04step\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05value\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0ctoken_values\x18\x04 \x01(\x0c\x42\x07\n\x05_stepB\x08\n\x06_value\"G\n\x11SetRewardsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12%\n\x07rewards\x18\x02 \x03(\x0b\x32\x14.gristmill.v1.Reward\"%\n\x12SetRewardsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"\x8c\x01\n\x18\x41\x62ortTrajectoriesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x31\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x07\x61ttempt\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\n\n\x08_attempt\",\n\x19\x41\x62ortTrajectoriesResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"N\n\x12\x41\x62ortGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"&\n\x13\x41\x62ortGroupsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"=\n\x10SealBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\x05\x62\x61tch\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x08\n\x06_batch\"3\n\x11SealBatchResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x03\x12\x0f\n\x07prompts\x18\x02 \x01(\x05*\xa5\x01\n\x0eGroupAdmission\x12\x1f\n\x1bGROUP_ADMISSION_UNSPECIFIED\x10\x00\x12\x1c\n\x18GROUP_ADMISSION_ADMITTED\x10\x01\x12\x1b\n\x17GROUP_ADMISSION_NO_ROOM\x10\x02\x12\x1a\n\x16GROUP_ADMISSION_SEALED\x10\x03\x12\x1b\n\x17GROUP_ADMISSION_DROPPED\x10\x04\x32\x8e\x04\n\x0eRolloutService\x12R\n\x0b\x42\x65ginGroups\x12 .gristmill.v1.BeginGroupsRequest\x1a!.gristmill.v1.BeginGroupsResponse\x12O\n\nSubmitRows\x12\x1f.gristmill.v1.SubmitRowsRequest\x1a .gristmill.v1.SubmitRowsResponse\x12O\n\nSetRewards\x12\x1f.gristmill.v1.SetRewardsRequest\x1a .gristmill.v1.SetRewardsResponse\x12\x64\n\x11\x41\x62ortTrajectories\x12&.gristmill.v1.AbortTrajectoriesRequest\x1a\'.gristmill.v1.AbortTrajectoriesResponse\x12R\n\x0b\x41\x62ortGroups\x12 .gristmill.v1.AbortGroupsRequest\x1a!.gristmill.v1.AbortGroupsResponse\x12L\n\tSealBatch\x12\x1e.gristmill.v1.SealBatchRequest\x1a\x1f.gristmill.v1.SealBatchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gristmill.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPADMISSION']._serialized_start=1397
-  _globals['_GROUPADMISSION']._serialized_end=1562
+  _globals['_GROUPADMISSION']._serialized_start=1422
+  _globals['_GROUPADMISSION']._serialized_end=1587
   _globals['_BEGINGROUPSREQUEST']._serialized_start=69
   _globals['_BEGINGROUPSREQUEST']._serialized_end=180
-  _globals['_BEGINGROUPSRESPONSE']._serialized_start=182
-  _globals['_BEGINGROUPSRESPONSE']._serialized_end=292
-  _globals['_SUBMITROWSREQUEST']._serialized_start=294
-  _globals['_SUBMITROWSREQUEST']._serialized_end=409
-  _globals['_SUBMITROWSRESPONSE']._serialized_start=412
-  _globals['_SUBMITROWSRESPONSE']._serialized_end=561
-  _globals['_REFUSEDROW']._serialized_start=563
-  _globals['_REFUSEDROW']._serialized_end=656
-  _globals['_TRAJECTORYKEY']._serialized_start=658
-  _globals['_TRAJECTORYKEY']._serialized_end=717
-  _globals['_REWARD']._serialized_start=720
-  _globals['_REWARD']._serialized_end=857
-  _globals['_SETREWARDSREQUEST']._serialized_start=859
-  _globals['_SETREWARDSREQUEST']._serialized_end=930
-  _globals['_SETREWARDSRESPONSE']._serialized_start=932
-  _globals['_SETREWARDSRESPONSE']._serialized_end=969
-  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_start=972
-  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_end=1112
-  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_start=1114
-  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_end=1158
-  _globals['_ABORTGROUPSREQUEST']._serialized_start=1160
-  _globals['_ABORTGROUPSREQUEST']._serialized_end=1238
-  _globals['_ABORTGROUPSRESPONSE']._serialized_start=1240
-  _globals['_ABORTGROUPSRESPONSE']._serialized_end=1278
-  _globals['_SEALBATCHREQUEST']._serialized_start=1280
-  _globals['_SEALBATCHREQUEST']._serialized_end=1341
-  _globals['_SEALBATCHRESPONSE']._serialized_start=1343
-  _globals['_SEALBATCHRESPONSE']._serialized_end=1394
-  _globals['_ROLLOUTSERVICE']._serialized_start=1565
-  _globals['_ROLLOUTSERVICE']._serialized_end=2091
+  _globals['_BEGINGROUPSRESPONSE']._serialized_start=183
+  _globals['_BEGINGROUPSRESPONSE']._serialized_end=317
+  _globals['_SUBMITROWSREQUEST']._serialized_start=319
+  _globals['_SUBMITROWSREQUEST']._serialized_end=434
+  _globals['_SUBMITROWSRESPONSE']._serialized_start=437
+  _globals['_SUBMITROWSRESPONSE']._serialized_end=586
+  _globals['_REFUSEDROW']._serialized_start=588
+  _globals['_REFUSEDROW']._serialized_end=681
+  _globals['_TRAJECTORYKEY']._serialized_start=683
+  _globals['_TRAJECTORYKEY']._serialized_end=742
+  _globals['_REWARD']._serialized_start=745
+  _globals['_REWARD']._serialized_end=882
+  _globals['_SETREWARDSREQUEST']._serialized_start=884
+  _globals['_SETREWARDSREQUEST']._serialized_end=955
+  _globals['_SETREWARDSRESPONSE']._serialized_start=957
+  _globals['_SETREWARDSRESPONSE']._serialized_end=994
+  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_start=997
+  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_end=1137
+  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_start=1139
+  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_end=1183
+  _globals['_ABORTGROUPSREQUEST']._serialized_start=1185
+  _globals['_ABORTGROUPSREQUEST']._serialized_end=1263
+  _globals['_ABORTGROUPSRESPONSE']._serialized_start=1265
+  _globals['_ABORTGROUPSRESPONSE']._serialized_end=1303
+  _globals['_SEALBATCHREQUEST']._serialized_start=1305
+  _globals['_SEALBATCHREQUEST']._serialized_end=1366
+  _globals['_SEALBATCHRESPONSE']._serialized_start=1368
+  _globals['_SEALBATCHRESPONSE']._serialized_end=1419
+  _globals['_ROLLOUTSERVICE']._serialized_start=1590
+  _globals['_ROLLOUTSERVICE']._serialized_end=2116
 # @@protoc_insertion_point(module_scope)

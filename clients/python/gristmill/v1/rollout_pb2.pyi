@@ -97,10 +97,13 @@ class BeginGroupsResponse(google.protobuf.message.Message):
     ADMISSIONS_FIELD_NUMBER: builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: builtins.int
     retry_after_s: builtins.float
     """If any has no capacity: how long to wait before asking again."""
     reason: builtins.str
     """Why there is no capacity, for a person."""
+    policy_version: builtins.int
+    """The policy version that was announced last, 0 before any: that of trajectories that begin now."""
     @property
     def admissions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___GroupAdmission.ValueType]:
         """One per uid, in their order."""
@@ -111,8 +114,9 @@ class BeginGroupsResponse(google.protobuf.message.Message):
         admissions: collections.abc.Iterable[global___GroupAdmission.ValueType] | None = ...,
         retry_after_s: builtins.float = ...,
         reason: builtins.str = ...,
+        policy_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["admissions", b"admissions", "reason", b"reason", "retry_after_s", b"retry_after_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admissions", b"admissions", "policy_version", b"policy_version", "reason", b"reason", "retry_after_s", b"retry_after_s"]) -> None: ...
 
 global___BeginGroupsResponse = BeginGroupsResponse
 

@@ -90,6 +90,7 @@ class GroupsBegun(BaseModel):
     admissions: list[Literal["admitted", "no_room", "sealed", "dropped"]] = Field(description="One per uid, in order.")
     retry_after_s: float = Field(description="If the run lacks capacity for a group: seconds to wait before retrying.")
     reason: str = Field(description="Why the run lacks capacity.")
+    policy_version: int = Field(description="The policy version that was announced last; 0 before any.")
 
 
 class Row(BaseModel):

@@ -41,6 +41,7 @@ async def begin_groups(run: RunName, api: ApiDep, slot: SlotDep, body: models.Be
         admissions=[admission.name.lower() for admission in begun.admissions],  # type: ignore[misc]
         retry_after_s=begun.retry_after_s,
         reason=begun.reason,
+        policy_version=begun.policy_version,
     )
 
 

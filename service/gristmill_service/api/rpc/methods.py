@@ -389,6 +389,7 @@ def _admissions(view: Admissions) -> rollout_pb2.BeginGroupsResponse:
         admissions=numbers,
         retry_after_s=view.retry_after_s,
         reason=view.reason,
+        policy_version=view.policy_version,
     )
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill._wire.components import from_text
-from gristmill._wire.row_fields import MOST_COMPONENTS, TEXT_FIELDS
-from gristmill._wire.steps import FLOAT32_MAX, Steps
+from gristmill._wire.row_fields import MOST_COMPONENTS, TEXT_FIELDS, UNKNOWN
+from gristmill._wire.steps import FLOAT32_MAX, Steps, versions_of_tokens
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.comparison import Comparison, comparison_groups
@@ -346,6 +346,24 @@ def check_lengths(steps: Steps, config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"{steps.name(row)}: {steps.sequence_lengths[row]} tokens are padded to {tokens[row]}, and the largest "
             f"size of pad_packed_to is {largest}; send shorter rows, or create the run with a larger size"
+        )
+
+
+def check_versions(steps: Steps, config: RunConfig) -> None:
+    """Rejects rows that train tokens of an unknown policy version, if `stale` keeps old tokens out of the training. A
+    rule of runs: the rows of a file may lack versions."""
+    if config.max_staleness is None or config.stale == "count":
+        return
+    if steps.token_versions is None and (steps.policy_versions != UNKNOWN).all():
+        return
+    versions, mask = versions_of_tokens(steps).compact(), steps.loss_mask.compact()
+    unknown = np.flatnonzero((versions.values == UNKNOWN) & (mask.values != 0))
+    if unknown.size:
+        row = int(np.searchsorted(mask.starts + mask.lengths, unknown[0], side="right"))
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: trains tokens of policy version -1, which is unknown, and the run has stale: "
+            f"{config.stale} with max_staleness {config.max_staleness}; send policy_version (or policy_versions, one "
+            "per token) of the weights that sampled the row, 0 before any was announced, or set loss_mask 0"
         )
 
 

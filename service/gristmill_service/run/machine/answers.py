@@ -70,9 +70,11 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
-    """The result of `begin_groups`. waits: whether waiting callers are woken when there is more capacity."""
+    """The result of `begin_groups`. policy_version: the one that was announced last. waits: whether waiting callers are
+    woken when there is more capacity."""
 
     admissions: Sequence[Admission]
+    policy_version: int
     retry_after_s: float = 0.0
     reason: str = ""
     waits: bool = True

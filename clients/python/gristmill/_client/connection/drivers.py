@@ -47,8 +47,12 @@ class Driver(Protocol):
 
     def signal(self) -> Signal: ...
 
-    def start(self, work: Work) -> Join:
-        """Starts the worker. Returns a function that waits for its end."""
+    @property
+    def can_start(self) -> bool:
+        """Whether `start` may be called here: tasks can only be started in their event loop."""
+
+    def start(self, work: Work, name: str) -> Join:
+        """Starts a worker. Returns a function that waits for its end."""
 
     async def call(self, method: Callable[..., Any], *request: Any, **options: Any) -> Any: ...
 
@@ -90,8 +94,10 @@ class Blocking:
     def signal(self) -> Signal:
         return _ThreadSignal(self.lock)
 
-    def start(self, work: Work) -> Join:
-        thread = threading.Thread(target=lambda: block_on(work()), name="gristmill-sender", daemon=True)
+    can_start = True
+
+    def start(self, work: Work, name: str) -> Join:
+        thread = threading.Thread(target=lambda: block_on(work()), name=name, daemon=True)
         thread.start()
 
         async def join() -> None:
@@ -139,8 +145,16 @@ class Awaited:
     def signal(self) -> Signal:
         return _TaskSignal()
 
-    def start(self, work: Work) -> Join:
-        task = asyncio.create_task(work(), name="gristmill-sender")
+    @property
+    def can_start(self) -> bool:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return True
+
+    def start(self, work: Work, name: str) -> Join:
+        task = asyncio.create_task(work(), name=name)
 
         async def join() -> None:
             # An interrupted client disconnects first, which cancels the worker's call.

@@ -19,7 +19,6 @@ from gristmill._client.rollout.rollout_core import RolloutCore
 from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.trajectory import Trajectory
 from gristmill._client.run_status import RunStatus
-from gristmill._wire.row_fields import UNKNOWN
 from gristmill.errors import GristmillError
 
 _log = logging.getLogger("gristmill")
@@ -50,7 +49,7 @@ class RolloutClient:
                 uids = [uid for uid in uids if uid not in admitted]
                 for uid in admitted:
                     for sample in range(8):
-                        with client.trajectory(uid, sample, policy_version=version) as trajectory:
+                        with client.trajectory(uid, sample) as trajectory:
                             trajectory.step(prompt, response, reward=1.0, is_last_step=True)
     """
 
@@ -176,16 +175,18 @@ class RolloutClient:
         sample: int,
         round: int = 0,
         attempt: int | None = None,
-        policy_version: int = UNKNOWN,
+        policy_version: int | None = None,
         *,
         agent: str = "",
         episode: str = "",
     ) -> Trajectory:
-        """Returns a trajectory, to which steps are then added one by one. Makes no call.
+        """Returns a trajectory, to which steps are then added one by one. Does not wait for the service.
 
         attempt: the number of this attempt; increase it by one if the trajectory is sampled again. It supersedes
             earlier attempts. None: 0, or the next attempt of a trajectory that this client aborted.
-        policy_version: the version that samples the steps, -1 if unknown.
+        policy_version: the version that samples the steps; -1 if unknown, which a run with `stale: drop` or `mask`
+            refuses. None: the version that is announced when the trajectory begins, 0 before any. The client learns it
+            from `begin_groups`, or asks for it in the background.
         agent: the role that the trajectory plays, such as "solver". Estimators compare the trajectories of one agent.
         episode: names a joint rollout of several trajectories of the group; `episode_agents` lists the agents that are
             compared within it.

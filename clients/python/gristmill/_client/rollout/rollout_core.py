@@ -18,12 +18,12 @@ from gristmill._client.rollout.delivery import RowOutcome
 from gristmill._client.rollout.finished_groups import FinishedGroups
 from gristmill._client.rollout.groups import Group, groups_of
 from gristmill._client.rollout.outbox import Limits
+from gristmill._client.rollout.policy_versions import PolicyVersions
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.step_writer import StepWriter
 from gristmill._client.rollout.trajectory import AsyncTrajectory
 from gristmill._client.run_status import RunStatus, status_of
-from gristmill._wire.row_fields import UNKNOWN
 from gristmill._wire.rows import aborted, columns_of, extra_names
 from gristmill._wire.steps import TrajectoryKey
 from gristmill._wire.tables import ValueColumns
@@ -44,6 +44,7 @@ class RolloutCore:
         self._next_attempts: dict[TrajectoryKey, int] = {}
         self._begun = BegunGroups(self.run)
         self._finished = FinishedGroups(self.run)
+        self._versions = PolicyVersions(connection, self.run)
 
     def __repr__(self) -> str:
         return f"<{self._connection.owner} of run {self.run!r} {self._connection.state}>"
@@ -77,6 +78,7 @@ class RolloutCore:
             self._next_attempts.clear()
             self._begun.clear()
             self._finished.clear()
+            self._versions.forget()
         return True
 
     async def policy_version(self) -> int:
@@ -115,6 +117,7 @@ class RolloutCore:
             answer = await self._connection.ask_until(
                 lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
             )
+        self._versions.learned(answer.policy_version)
         if pause_s := self._finished.pause_s(request, answer):
             await self._connection.sleep(pause_s)
         admitted = requests.admitted(request, answer)
@@ -155,7 +158,7 @@ class RolloutCore:
         sample: int,
         round: int = 0,
         attempt: int | None = None,
-        policy_version: int = UNKNOWN,
+        policy_version: int | None = None,
         *,
         agent: str = "",
         episode: str = "",
@@ -164,8 +167,10 @@ class RolloutCore:
         self._begun.check(round, uid)
         following = self._next_attempts.get(key, 0)
         attempt = following if attempt is None else attempt
-        writer = StepWriter(key, attempt, policy_version, self._token_rewards, agent, episode)
-        return AsyncTrajectory(self.sender, self._abort_sampled, self._declared, writer, attempt > 0 or following > 0)
+        is_sampled_again = attempt > 0 or following > 0
+        version = self._versions.at_begin() if policy_version is None else policy_version
+        writer = StepWriter(key, attempt, version, self._token_rewards, agent, episode)
+        return AsyncTrajectory(self.sender, self._abort_sampled, self._declared, writer, is_sampled_again)
 
     async def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = requests.listed(rows)

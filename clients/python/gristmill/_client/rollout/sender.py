@@ -199,7 +199,7 @@ class Sender:
         with self._lock:
             self._work.notify_all()
             if self._join_worker is None:
-                self._join_worker = self._driver.start(self._send_all)
+                self._join_worker = self._driver.start(self._send_all, "gristmill-sender")
 
     # The worker.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gristmill._client.rollout.delivery import Prefix
+from gristmill._client.rollout.policy_versions import PendingVersion
 from gristmill._client.rollout.prefix_dedup import LastStep, follow, partition_of
 from gristmill._wire.column_spec import ColumnSpec, start_of
 from gristmill._wire.columns import Array, Ragged
@@ -38,14 +39,14 @@ class StepWriter:
         self,
         key: TrajectoryKey,
         attempt: int,
-        policy_version: int,
+        policy_version: int | PendingVersion,
         token_rewards: bool,
         agent: str = "",
         episode: str = "",
     ) -> None:
         self.key = key
         self.attempt = attempt
-        self.policy_version = policy_version
+        self._policy_version = policy_version
         self.next_step = 0
         self.is_ended = False
         self._token_rewards, self._agent, self._episode = token_rewards, agent, episode
@@ -162,11 +163,19 @@ class StepWriter:
         self.is_ended, self._last, self._last_extras = step.last is None, step.last, step.table.extras
         self._covered = step.covered
 
+    async def find_version(self) -> None:
+        """Waits until the version of the trajectory is known. Call it before a step without a version of its own."""
+        if isinstance(self._policy_version, PendingVersion):
+            self._policy_version = await self._policy_version.value()
+
     def _version(self, version: int | None, of_tokens: Any) -> int:
         """Returns the row's policy version. If tokens have their own versions, the row reader uses the oldest."""
-        if version is None:
-            return self.policy_version if of_tokens is None else UNKNOWN
-        return version
+        if version is not None:
+            return version
+        if of_tokens is not None:
+            return UNKNOWN
+        assert not isinstance(self._policy_version, PendingVersion), "find_version was not called"
+        return self._policy_version
 
     def _reward(self, reward: Any, length: int, is_last_step: bool, where: str) -> Any:
         """Returns the row's reward. None means pending for the last step, and 0 for earlier steps."""

@@ -100,6 +100,8 @@ class AsyncTrajectory:
         if self.is_dropped:
             return False
         values = checked_names(columns, self.key)
+        if policy_version is None and policy_versions is None:
+            await self._writer.find_version()
 
         def step_of(declared: Declared) -> Step:
             return self._writer.step(
@@ -301,7 +303,8 @@ class Trajectory:
         loss_mask: 0 or 1 for each response token; by default all 1.
         reward: one number, or one per response token if the client has `token_rewards`. The default is 0 before the
             last step; on the last step the reward is pending until `RolloutClient.set_reward`.
-        policy_version: the version that sampled the step, if it differs from the trajectory's.
+        policy_version: the version that sampled the step, if it differs from the trajectory's, for example because the
+            engine loaded new weights.
         policy_versions: a version for each response token, -1 if unknown, for weights that changed during the step.
         reward_components: on the last step, the components of the trajectory's reward by name, which the estimator
             `gdpo` reads. They do not change `reward`.

@@ -153,9 +153,10 @@ def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota |
             admissions.append(Admission.NO_ROOM)
     if admitted and state.finished:
         raise finished()
-    answer = Admissions(admissions)
+    answer = Admissions(admissions, state.policy_version)
     if refused is not None:
-        answer = Admissions(admissions, RETRY_AFTER_S, room.reason_for(tags.names.get(refused, "")), room.waits)
+        reason = room.reason_for(tags.names.get(refused, ""))
+        answer = Admissions(admissions, state.policy_version, RETRY_AFTER_S, reason, room.waits)
     begun = [GroupsAdmitted(tuple(admitted.values()), view.now())] if admitted else []
     return [*begun, *tags.events(admitted.values())], lambda _: answer
 

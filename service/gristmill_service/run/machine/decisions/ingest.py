@@ -25,6 +25,7 @@ from gristmill_service.pipeline.rows.validate import (
     check_advantage_schema,
     check_lengths,
     check_partitions,
+    check_versions,
     checked_components,
 )
 from gristmill_service.run.machine.answers import Outcome, Taken
@@ -196,6 +197,7 @@ def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSc
     check_advantage_schema(steps, config)
     check_lengths(steps, config)
     check_partitions(steps, config)
+    check_versions(steps, config)
     if steps.advantages is not None and steps.token_advantages is not None:
         raise InvalidArgumentError(f"{steps.name(0)}: advantage is sent twice, as a number and per token; send one")
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
