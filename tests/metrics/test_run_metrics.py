@@ -30,7 +30,7 @@ def test_lost_rows_are_distinguished_from_what_clients_gave_up() -> None:
 def test_rows_are_counted_by_why_they_are_not_trained() -> None:
     bench = Bench(group_timeout_s=10.0, min_samples=1, max_staleness=1, stale="drop")
     bench.begin("a", "b", "c", "d")
-    version = {"policy_version": 0}
+    version: dict[str, Any] = {"policy_version": 0}
     bench.submit(*group_rows("a", response=[7, 8], **version))
     bench.run.abort_groups(0, ["a"], "the environment crashed")
     bench.submit(row("b", 0, 0, last=False, **version), row("b", 0, 1, attempt=1, **version))

@@ -37,6 +37,9 @@ class ByService:
 
     def __call__(self, rows: list[Row], config: Config) -> int:
         self._baselines.clear()
+        if config.get("max_staleness") is not None and config.get("stale", "count") != "count":
+            # Such a run refuses what it would train of an unknown version.
+            rows = [row if "policy_versions" in row else {"policy_version": 0} | row for row in rows]
         run, config = f"fuzz-{next(_numbers)}", _served(rows, config)
         is_sent = {column["name"] for column in config["columns"] if column.get("source") != "trainer"}
         names = {column["name"] for column in config["columns"]}

@@ -64,7 +64,9 @@ def rows(draw: st.DrawFn) -> Row:
 @st.composite
 def whole_groups(draw: st.DrawFn) -> list[Row]:
     uid, round_ = draw(UIDS), draw(st.integers(0, 2))
-    return [row(uid, sample, reward=float(sample), round=round_) for sample in range(2)]
+    # Without a version, runs that keep stale tokens out refuse them.
+    version = draw(st.integers(0, 1))
+    return [row(uid, sample, reward=float(sample), round=round_, policy_version=version) for sample in range(2)]
 
 
 POSITIONS = st.builds(Position, st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))

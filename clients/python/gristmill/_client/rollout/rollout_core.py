@@ -24,6 +24,7 @@ from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.step_writer import StepWriter
 from gristmill._client.rollout.trajectory import AsyncTrajectory
 from gristmill._client.run_status import RunStatus, status_of
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill._wire.rows import aborted, columns_of, extra_names
 from gristmill._wire.steps import TrajectoryKey
 from gristmill._wire.tables import ValueColumns
