@@ -56,6 +56,14 @@ def lambda_of_column(source: str, **more: Any) -> dict[str, Any]:
     return {"advantage_estimator": "gae", "lambda": {"column": "trust"}, "columns": [values, column]}
 
 
+def bootstrap_of(reasons: list[str], **column: Any) -> dict[str, Any]:
+    """A value after truncated trajectories; column: what its declaration has."""
+    columns = [{"name": "values", "scope": "response", "dtype": "float32"}]
+    columns += [{"name": "after", "dtype": "float32"} | column] if column else []
+    rule = {"column": "after", "stop_reasons": reasons}
+    return {"advantage_estimator": "gae", "bootstrap": rule, "columns": columns}
+
+
 def test_defaults_are_those_of_the_specification() -> None:
     config = parse_config(GOOD)
     assert config == RunConfig(
@@ -248,6 +256,12 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
             "columns: trust has source: trainer, so it has one value per row, .*; leave source out",
         ),
         (lambda_of_column("rollout", scope="response"), "columns: trust has scope: response, .* set scope: row"),
+        (bootstrap_of(["length"]), "columns: after is missing, and bootstrap reads the value after a truncated"),
+        (bootstrap_of(["length"], scope="response"), "columns: after has scope: response, .* set scope: row"),
+        (bootstrap_of([], scope="row"), "bootstrap.stop_reasons: .* at least 1 item"),
+        ({"bootstrap": {"column": "after"}}, "bootstrap.stop_reasons is required; set it"),
+        ({"bootstrap": {"colum": "after"}}, r"unknown setting bootstrap.colum \(did you mean column\?\)"),
+        ({"step_groups": {"trajectory_weight": -1}}, "step_groups.trajectory_weight: input should be greater than"),
         ({"critic_lambda": 1.5}, "critic_lambda: input should be less than or equal to 1, got 1.5"),
         ({"kl_in_reward": {"estimator": "k1"}}, "kl_in_reward.coef is required"),
         (
@@ -655,6 +669,13 @@ def test_a_rule_for_lambda_is_kept_where_a_configuration_is_stored_or_sent() -> 
     assert with_dp_size(with_dp_size(config, 2), 1) == config
     assert config.lambda_column == "trust"
     assert parse_config(GOOD | {"lambda": {"column": "trust"}}).lambda_column is None
+
+
+@pytest.mark.parametrize("source", ["rollout", "trainer"])
+def test_the_value_after_a_truncated_trajectory_may_be_of_rollouts_or_of_trainers(source: str) -> None:
+    config = parse_config(GOOD | bootstrap_of(["length", "timeout"], scope="row", source=source))
+    assert with_dp_size(with_dp_size(config, 2), 1) == config
+    assert config.bootstrap_column == "after"
 
 
 def test_numbers_that_yaml_takes_for_text_are_read(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def _gae(
     δ = r + γV' - V, A = δ + γλA', where V' and A' are those of the trajectory's next trained token, 0 after its last;
     the return is A + V. With `critic_lambda`, the return is computed with that λ instead: VAPO, Yue et al. 2025,
     arXiv:2504.05118, decoupled GAE. lambdas: the λ of each trained token, where it is read from a column. bootstraps:
-    float64 (trajectories,), the V' after the last token of each: a value if the trajectory was cut by a limit rather
+    float64 (trajectories,), the V' after the last token of each: a value if a limit truncated the trajectory rather
     than ended by the environment: Pardo et al. 2018, arXiv:1712.00378, equation 6.
     """
     advantages = _next(values, bounds)

@@ -151,7 +151,7 @@ def test_steps_that_a_filter_masks_are_skipped_like_observations() -> None:
 
 
 @pytest.mark.parametrize("merge", ["none", "prefix"])
-def test_a_trajectory_that_was_cut_is_valued_by_the_state_after_it(merge: str) -> None:
+def test_a_truncated_trajectory_is_valued_by_the_state_after_it(merge: str) -> None:
     """δ of the last token is 1 + γV' - V; steps and trajectories that ended by themselves have V' 0 after them."""
     rows = []
     for sample, reason in enumerate(["length", "stop"]):

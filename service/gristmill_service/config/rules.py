@@ -301,7 +301,7 @@ def _check_lambda(config: RunConfig) -> None:
 
 def _check_bootstrap(config: RunConfig) -> None:
     if (name := config.bootstrap_column) is not None:
-        _check_declared(config, name, "row", "bootstrap reads the value after a trajectory that was cut from it")
+        _check_declared(config, name, "row", "bootstrap reads the value after a truncated trajectory from it")
 
 
 def _check_written(config: RunConfig) -> None:

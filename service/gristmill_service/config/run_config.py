@@ -199,7 +199,7 @@ class LambdaRule(BaseModel):
 
 
 class Bootstrap(BaseModel):
-    """The value after a trajectory that was cut: that of its last step in a row column, if its stop reason is one of
+    """The value after a truncated trajectory: that of its last step in a row column, if its stop reason is one of
     `stop_reasons`."""
 
     model_config = _STRICT
@@ -301,7 +301,7 @@ class RunConfig(BaseModel):
 
     @property
     def bootstrap_column(self) -> str | None:
-        """The row column from which the estimator reads the value after a trajectory that was cut."""
+        """The row column from which the estimator reads the value after a truncated trajectory."""
         reads = self.bootstrap is not None and "bootstrap" in self.estimator.settings
         return self.bootstrap.column if reads and self.bootstrap is not None else None
 

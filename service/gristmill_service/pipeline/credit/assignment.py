@@ -210,13 +210,13 @@ class _Numbers:
         return uncredited
 
     def _bootstraps(self, tokens: TrainedTokens, column: str) -> Float64s:
-        """Returns the value after each trajectory: that of its last step if it was cut, else 0; float64
+        """Returns the value after each trajectory: that of its last step if it was truncated, else 0; float64
         (trajectories,)."""
         assert self._config.bootstrap is not None, "it names the column"
         reasons, lasts = frozenset(self._config.bootstrap.stop_reasons), tokens.trajectory_bounds[1:] - 1
-        is_cut = [tokens.steps.stop_reasons[last] in reasons for last in lasts.tolist()]
+        is_truncated = [tokens.steps.stop_reasons[last] in reasons for last in lasts.tolist()]
         values = _column(tokens.steps, column).compact().values[lasts].astype(np.float64)
-        return np.where(is_cut, values, 0.0)
+        return np.where(is_truncated, values, 0.0)
 
 
 def _column(steps: Steps, name: str) -> Ragged:
