@@ -49,8 +49,8 @@ async def get_batch(
     trains: Annotated[
         Model | None,
         Query(
-            description="The model of the calling trainer: its ranks ask for the batch, which means that they are done with "
-            "those before it. After a rollback, batches after its ranks' next are refused."
+            description="The model of the calling trainer, whose ranks ask for the batch: they are done with those "
+            "before it. After a rollback, batches after its ranks' next are refused."
         ),
     ] = None,
 ) -> Response:
