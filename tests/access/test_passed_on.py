@@ -166,7 +166,7 @@ def test_callers_whose_calls_a_peer_passes_on_make_up_for_their_own_refusals_alo
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Four calls are free, however long they take here.
-    for name, value in (("_CALL_S", 0.05), ("_LONGEST_DELAY_S", 0.05)):
+    for name, value in (("_UNMEASURED_S", 0.05), ("_LONGEST_DELAY_S", 0.05)):
         monkeypatch.setattr(admission, name, value)
     slots = replicas.owner._api.admission
     monkeypatch.setattr(slots, "_wrong_of_connection", admission._Allowance(1 / 200, 0.2, 0.5, 0.05))

@@ -14,6 +14,8 @@ from gristmill_service.api import admission as module
 from gristmill_service.api.admission import SMALL_BYTES, Admission, Kind, Limits, Slot
 
 LARGE = SMALL_BYTES + 1
+SPENT_S = 0.3e-3
+"""The processor time of a refused call."""
 
 
 class Clock:
@@ -384,7 +386,7 @@ def wrong_until(
 ) -> int:
     """Refuses calls until one is delayed so. Returns how many there were before."""
     for count in range(100_000):
-        if is_reached(admission.refused(name, f"{name}'s connection", code, 100)):
+        if is_reached(admission.refused(name, f"{name}'s connection", code, 100, SPENT_S)):
             return count
     raise AssertionError("it was never reached")
 
@@ -404,10 +406,10 @@ def test_wrong_calls_are_delayed_and_then_refused_unread() -> None:
         return False
 
     wrong_until(admission, "a", is_refused)
-    assert admission.refused("b", "b's connection", "INVALID_ARGUMENT", 100) == 0
+    assert admission.refused("b", "b's connection", "INVALID_ARGUMENT", 100, SPENT_S) == 0
     admission.check("b's connection")
     clock.now += 200
-    assert admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100) == 0
+    assert admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100, SPENT_S) == 0
     admission.check("a's connection")
 
 
@@ -415,16 +417,16 @@ def test_delayed_refusals_leave_one_after_another_and_one_alone_within_seconds()
     clock = Clock()
     admission = Admission(clock=clock)
     wrong_until(admission, "a", lambda delay_s: delay_s > 4)
-    delays = [admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100) for _ in range(100)]
+    delays = [admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100, SPENT_S) for _ in range(100)]
     assert all(0.09 < later - earlier < 0.11 for earlier, later in pairwise(delays)), "10 per second"
     clock.now += delays[-1]
-    assert 0 < admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100) <= 5
-    assert admission.refused("a", "a's connection", "NOT_FOUND", 100) > 0, "whatever is refused"
+    assert 0 < admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100, SPENT_S) <= 5
+    assert admission.refused("a", "a's connection", "NOT_FOUND", 100, SPENT_S) > 0, "whatever is refused"
 
 
 def test_a_caller_with_many_connections_has_a_limit_too() -> None:
     admission = Admission(clock=Clock())
-    delays = [admission.refused("a", f"connection {number}", "UNAUTHENTICATED", 0) for number in range(2000)]
+    delays = [admission.refused("a", f"connection {number}", "UNAUTHENTICATED", 0, SPENT_S) for number in range(2000)]
     assert delays[900] == 0
     assert 20 < delays[-1] < 30, "40 per second"
 
@@ -432,18 +434,18 @@ def test_a_caller_with_many_connections_has_a_limit_too() -> None:
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED"])
 def test_what_is_not_the_callers_fault_costs_nothing(code: str) -> None:
     admission = Admission()
-    assert not any(admission.refused("a", "a", code, 1000) for _ in range(10_000))
+    assert not any(admission.refused("a", "a", code, 1000, SPENT_S) for _ in range(10_000))
 
 
 def test_large_requests_that_are_refused_cost_by_their_bytes() -> None:
     admission = Admission(clock=Clock())
-    assert [admission.refused("a", "a", "RESOURCE_EXHAUSTED", 64 << 20) > 0 for _ in range(5)][-1]
+    assert [admission.refused("a", "a", "RESOURCE_EXHAUSTED", 64 << 20, SPENT_S) > 0 for _ in range(5)][-1]
 
 
 def test_callers_that_were_never_wrong_again_are_forgotten() -> None:
     admission = Admission()
     for number in range(20_000):
-        admission.refused(f"caller {number}", f"caller {number}", "UNAUTHENTICATED", 0)
+        admission.refused(f"caller {number}", f"caller {number}", "UNAUTHENTICATED", 0, SPENT_S)
     assert len(admission._wrong_of_caller._accounts) <= 4096
 
 

@@ -218,6 +218,36 @@ def test_the_request_of_a_call_that_is_never_large_is_refused_unparsed_if_it_is(
             acknowledge(bytes(2_000_000), timeout=20)
 
 
+def test_rows_that_are_refused_alone_cost_their_caller_like_a_refused_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, refused = tmp_path / "tokens.yaml", list[tuple[str, str]]()
+    metadata = shown(tokens, "worker")
+
+    def note(admission: object, caller: str, connection: str, code: str, nbytes: int, spent_s: float) -> float:
+        assert 0 < spent_s < 10
+        refused.append((caller, code))
+        return 0.0
+
+    monkeypatch.setattr(admission.Admission, "refused", note)
+    service = serving(tokens_file=tokens)
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
+        api.runs.CreateRun(run_pb2.CreateRunRequest(run="r", config_json=json.dumps(CONFIG)), metadata=metadata)
+        rows = [row("a", 0), row("b", -1)]
+        request = rollout_pb2.SubmitRowsRequest(run="r", rows=rows_message(rows), refuse_by_row=True)
+        assert len(api.rollouts.SubmitRows(request, metadata=metadata, timeout=20).refused) == 1
+        answer = httpx.post(
+            f"{service.http_url}/v1/runs/r/rows",
+            json={"rows": rows, "refuse_by_row": True},
+            headers=dict(metadata),
+            trust_env=False,
+        )
+        assert (answer.status_code, len(answer.json()["refused"])) == (200, 1)
+        assert refused == [("worker", "INVALID_ARGUMENT")] * 2
+
+
 def allow_large_requests(service: Service, count: int) -> None:
     """Lets the service read that many at once, also of one caller."""
     requests = service._api.admission.requests

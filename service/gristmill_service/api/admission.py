@@ -12,10 +12,10 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from gristmill.errors import ResourceExhaustedError
+from gristmill.errors import GristmillError, ResourceExhaustedError
 from gristmill_service.access.caller import Caller
 from gristmill_service.settings import Settings
 
@@ -33,8 +33,10 @@ _SHARE = 0.75
 _RETRY_S = 1.0
 _LOOK_S = 0.5
 
-# The cost of a refused call, and of each byte of a large one, in seconds.
-_CALL_S, _BYTE_S = 0.5e-3, 1.2e-9
+# The cost of a call that is not read, of what is not measured of a call, and of each byte of a large one, in seconds.
+_CALL_S, _UNMEASURED_S, _BYTE_S = 0.5e-3, 0.2e-3, 1.2e-9
+# Refusals that also happen to correct callers are free up to this cost.
+_FREE_CALL_S = 5e-3
 _LARGE_BYTES = 64 << 10
 _LONGEST_DELAY_S = 5.0
 _MOST_CALLERS = _MOST_WAITING = 4096
@@ -255,16 +257,18 @@ class Admission:
         if delay_s := self._probing.charge(connection, _CALL_S, self.clock()):
             await asyncio.sleep(delay_s)
 
-    def refused(self, caller: str, connection: str, code: str, nbytes: int) -> float:
-        """Records that a call with a request of n bytes was refused with this status. Returns by how many seconds to
-        delay the refusal, which keeps its slot meanwhile. Usually 0.
+    def refused(self, caller: str, connection: str, code: str, nbytes: int, spent_s: float) -> float:
+        """Records that a call was refused with this status. Returns by how many seconds to delay the refusal, which
+        keeps its slot meanwhile. Usually 0.
 
         Invalid calls use an allowance of the connection and one of its caller, which refill over time. Other refused
-        calls use them only if their requests are large.
+        calls use them only if they are costly. nbytes: the size of the request. spent_s: the processor time of the
+        call.
         """
         cost_s, now = 0.0, self.clock()
         if code not in _NOT_THE_CALLERS:
-            cost_s = max(0, nbytes - _LARGE_BYTES) * _BYTE_S + _CALL_S * (code in _WRONG)
+            cost_s = _UNMEASURED_S + spent_s + max(0, nbytes - _LARGE_BYTES) * _BYTE_S
+            cost_s = cost_s if code in _WRONG else max(0.0, cost_s - _FREE_CALL_S)
         return max(
             self._wrong_of_connection.charge(connection, cost_s, now), self._wrong_of_caller.charge(caller, cost_s, now)
         )
@@ -305,10 +309,23 @@ class Slot:
     """The slot of a call.
 
     caller: the name for which the slot is counted. end: see `Admission.enter`. due: when the call is ended unless it
-        makes progress; None while the service works on it, or while the API limits the time of its request.
+        makes progress; None while the service works on it, or while the API limits the time of its request. is_wrong:
+        whether a part of the request was refused as invalid.
     """
 
-    __slots__ = ("_admission", "_held", "_is_open", "_kind", "_limits", "_place", "_waits", "caller", "due", "end")
+    __slots__ = (
+        "_admission",
+        "_held",
+        "_is_open",
+        "_kind",
+        "_limits",
+        "_place",
+        "_waits",
+        "caller",
+        "due",
+        "end",
+        "is_wrong",
+    )
 
     def __init__(self, admission: Admission, caller: str, kind: Kind, end: Callable[[], object] | None) -> None:
         self._admission, self.caller, self._kind, self.end = admission, caller, kind, end
@@ -318,7 +335,11 @@ class Slot:
         # The capacity that the request occupies: of large requests or of small ones.
         self._place: _Shared | None = None
         self._waits = False
-        self._is_open = True
+        self._is_open, self.is_wrong = True, False
+
+    def note_wrong(self, errors: Iterable[GristmillError]) -> None:
+        """Records the errors of parts of the request: the call is paid for as invalid if one of them is."""
+        self.is_wrong = any(error.code in _WRONG for error in errors)
 
     @property
     def is_large(self) -> bool:

@@ -6,7 +6,6 @@ functions. A function that may wait has the call's slot as an argument.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from gristmill_service.access import caller
 from gristmill_service.api.admission import SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.long_poll import Question
+from gristmill_service.api.meter import in_thread
 from gristmill_service.api.row_requests import CheckedRows, RowsCheck, RowsRequest
 from gristmill_service.api.shard_columns import compressed, file_with
 from gristmill_service.config import Model
@@ -78,7 +78,7 @@ class ShardPieces(NamedTuple):
 
 async def of_size(nbytes: int, function: Callable[..., T], *args: Any) -> T:
     """Calls a function whose duration grows with n bytes. If n is large, calls it in the thread pool."""
-    return function(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(function, *args)
+    return function(*args) if nbytes <= SMALL_BYTES else await in_thread(function, *args)
 
 
 # --- Runs
@@ -168,7 +168,7 @@ async def submit_rows(
     run: str,
     nbytes: int,
     read: Callable[[Run], RowsRequest],
-    in_thread: Callable[..., Awaitable[CheckedRows]] = asyncio.to_thread,
+    in_thread: Callable[..., Awaitable[CheckedRows]] = in_thread,
 ) -> Taken:
     """Submits the rows of a request.
 

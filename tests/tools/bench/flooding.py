@@ -63,6 +63,7 @@ class Flood:
                 4, 500, "/gristmill.v1.TrainerService/GetBatch", trainer_pb2.GetBatchRequest(run=BATCHES)
             ),
             "refused_rows": lambda: self._many(4, 256, _SUBMIT, _wrong_rows(1)),
+            "costly_rows": lambda: self._many(4, 16, _SUBMIT, _wrong_rows(16_000)),
             "rows_refused_alone": lambda: self._many(4, 16, _SUBMIT, _wrong_rows(1000, by_row=True)),
             "refused_tokens": lambda: self._many(4, 256, _SUBMIT, _wrong_rows(1), token="nobody's"),
             "health_watches": self._health_watches,

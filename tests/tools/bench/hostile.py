@@ -34,7 +34,15 @@ MIB = 1 << 20
 MAX_ROW_BYTES, MAX_MESSAGE_BYTES = 256 * MIB, 16 * MIB
 APIS, AT_ONCE = 2, 32
 """Requests that each API reads at once."""
-REFUSED = ("wrong_bodies", "refused", "refused_rows", "rows_refused_alone", "refused_tokens", "large_acknowledgements")
+REFUSED = (
+    "wrong_bodies",
+    "refused",
+    "refused_rows",
+    "costly_rows",
+    "rows_refused_alone",
+    "refused_tokens",
+    "large_acknowledgements",
+)
 SHARD_TOKENS = 4 << 20
 
 
@@ -45,7 +53,6 @@ def figures() -> Iterator[Figure]:
         worst[way in REFUSED] = max(worst[way in REFUSED], cost.ratio)
         peak, kept = max(peak, cost.peak), max(kept, cost.kept)
         yield Figure(f"hostile.{way}_p99_ratio", cost.ratio, "x control", None, cost.control_ms, "ms")
-        yield Figure(f"hostile.{way}_cores", cost.cores, "cores", None)
         yield Figure(f"hostile.{way}_kept_mib", cost.kept / MIB, "MiB", None)
     yield Figure("hostile.neighbour_p99_ratio", worst[False], "x control", 3.0)
     yield Figure("hostile.neighbour_of_refused_p99_ratio", worst[True], "x control", 10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,8 @@ from gristmill_service.api.errors import refusal
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.json_bodies import rows_of
-from gristmill_service.api.row_requests import RowsRequest
+from gristmill_service.api.meter import measured
+from gristmill_service.api.row_requests import CheckedRows, RowsRequest
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.run import Run
@@ -67,7 +69,7 @@ _ROWS_BODY = {
 
 
 @router.post("/rows", openapi_extra=_ROWS_BODY, response_model_exclude_defaults=True)
-async def submit_rows(request: Request, run: RunDep, api: ApiDep) -> models.RowsSubmitted:
+async def submit_rows(request: Request, run: RunDep, slot: SlotDep, api: ApiDep) -> models.RowsSubmitted:
     """Submits rows of any trajectories in any order. The service accepts all rows of the request or none; with
     `refuse_by_row` (JSON only) it refuses invalid rows individually."""
     body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -77,7 +79,12 @@ async def submit_rows(request: Request, run: RunDep, api: ApiDep) -> models.Rows
         # A parsed document needs tens of times the memory of its bytes.
         one_by_one: OneByOne = request.app.state.json_rows
         read = partial(_from_json, body)
-        taken = await calls.submit_rows(api, run.name, _JSON_WEIGHT * len(body), read, one_by_one)
+
+        def in_thread(check: Callable[..., CheckedRows], *args: GristmillError) -> Awaitable[CheckedRows]:
+            return one_by_one(measured, partial(check, *args))
+
+        taken = await calls.submit_rows(api, run.name, _JSON_WEIGHT * len(body), read, in_thread)
+    slot.note_wrong(taken.refused.values())
     return models.RowsSubmitted.model_construct(
         outcomes=[outcome.name.lower() for outcome in taken.outcomes],
         refused=[_refused(row, error) for row, error in taken.refused.items()],

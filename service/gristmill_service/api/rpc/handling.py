@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -34,6 +35,7 @@ from gristmill_service.api import calls
 from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import ErrorResponse, refusal
+from gristmill_service.api.meter import measured, metered, spent_s
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.methods import Method, Parse
 from gristmill_service.off_loop import OneByOne
@@ -172,7 +174,7 @@ class Handling:
 
         async def answer(requests: object, context: Any) -> bytes:
             try:
-                return await self._answer(method, context)
+                return await metered(self._answer(method, context))
             except AbortError as error:
                 # The context refers to this error, whose frames refer to the context and the request. This reference
                 # cycle would keep the request's bytes in memory until garbage collection.
@@ -205,7 +207,7 @@ class Handling:
                 nbytes = max(nbytes, SMALL_BYTES + 1)
             await slot.came(nbytes)
             if is_zstd:
-                request = await self._expand(parsed, data, method.parse)
+                request = await self._expand(measured, partial(parsed, data, method.parse))
             else:
                 request = await calls.of_size(nbytes, parsed, data, method.parse)
             if tracing.is_on():
@@ -221,6 +223,8 @@ class Handling:
                 answer = await self._pass_on(method, call, request, data, elsewhere)
             if not isinstance(answer, bytes):
                 answer = answer.SerializeToString()
+            if slot.is_wrong:
+                await self._delay(call, InvalidArgumentError.code)
             await slot.hold(len(answer))
             status = "OK"
             return answer
@@ -258,7 +262,7 @@ class Handling:
             refused = error
         except UnavailableError as error:
             refused = error
-            admission.refused(call.machine, call.machine, UnauthenticatedError.code, 0)
+            admission.refused(call.machine, call.machine, UnauthenticatedError.code, 0, 0.0)
         slot = call.take(await admission.enter(call.identified(identity or ANYONE), method.kind))
         if refused is not None:
             try:
@@ -312,6 +316,17 @@ class Handling:
             tracing.describe(bytes=nbytes)
         return b""
 
+    async def _delay(self, call: Call, code: str) -> None:
+        """Delays the refusal of a caller that made too many invalid calls."""
+        if self._api.gate.is_open:
+            return
+        slot = call.slot
+        caller = call.machine if slot is None else slot.caller
+        if delay_s := self._api.admission.refused(caller, call.throttled, code, call.nbytes, spent_s()):
+            if slot is not None:
+                slot.due = None
+            await asyncio.sleep(delay_s)
+
     async def _refuse(self, method: Method, call: Call, error: Exception, refused: ErrorResponse) -> NoReturn:
         """Answers with an error, delayed for a caller that made too many invalid calls."""
         context = call.context
@@ -325,12 +340,8 @@ class Handling:
                 _log.debug("call refused", call=method.name, code=refused.code, reason=refused.message)
         # The error's frames would keep the request, also decompressed, in memory while the refusal is delayed.
         error.__context__ = error.__cause__ = error.__traceback__ = None
-        if method.call and not self._api.gate.is_open:
-            caller = call.machine if call.slot is None else call.slot.caller
-            if delay_s := self._api.admission.refused(caller, call.throttled, status.name, call.nbytes):
-                if call.slot is not None:
-                    call.slot.due = None
-                await asyncio.sleep(delay_s)
+        if method.call:
+            await self._delay(call, status.name)
         if call.slot is not None:
             await call.slot.hold(0)
         try:

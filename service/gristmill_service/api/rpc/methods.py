@@ -181,10 +181,10 @@ async def begin_groups(
 
 
 async def submit_rows(api: ApiContext, slot: Slot, request: Submission) -> rollout_pb2.SubmitRowsResponse:
-    def read(_: object) -> RowsRequest:
-        return RowsRequest.of(request.rows(), request.refuses_by_row)
-
-    outcomes, errors = await calls.submit_rows(api, request.run, request.nbytes, read)
+    outcomes, errors = await calls.submit_rows(
+        api, request.run, request.nbytes, lambda _: RowsRequest.of(request.rows(), request.refuses_by_row)
+    )
+    slot.note_wrong(errors.values())
     # Usually all rows of a request have the same outcome, and reading an enum's value is slow.
     is_one = bool(outcomes) and outcomes.count(outcomes[0]) == len(outcomes)
     numbers: list[Any] = [outcomes[0].value] * len(outcomes) if is_one else [outcome.value for outcome in outcomes]

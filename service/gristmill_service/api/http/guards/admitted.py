@@ -11,6 +11,7 @@ from gristmill.errors import ResourceExhaustedError
 from gristmill_service.api.admission import Admission, Slot
 from gristmill_service.api.errors import CLOSE, STATUSES, TOO_LARGE, error_response
 from gristmill_service.api.http.guards.connections import ABORT
+from gristmill_service.api.meter import metered, spent_s
 
 SLOT = "gristmill.slot"
 """The key of the slot in a request's scope. Probes have no slot, so that they are always answered."""
@@ -55,21 +56,21 @@ class Admitted:
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if code := _CODES.get(message["status"]):
+                if code := "INVALID_ARGUMENT" if slot.is_wrong else _CODES.get(message["status"]):
                     await self._refuse(slot.caller, scope[THROTTLED], code, nbytes, message)
                 await send(message)
             else:
                 await _send_in_parts(message, slot, scope.get(HELD, 0), send)
 
         try:
-            await self._app(scope, counted, sent)
+            await metered(self._app(scope, counted, sent))  # type: ignore[arg-type]
         finally:
             slot.close()
 
     async def _refuse(self, caller: str, connection: str, code: str, nbytes: int, message: Message) -> None:
         if not self._throttles:
             return
-        if delay_s := self._admission.refused(caller, connection, code, nbytes):
+        if delay_s := self._admission.refused(caller, connection, code, nbytes, spent_s()):
             await asyncio.sleep(delay_s)
             MutableHeaders(scope=message).update(CLOSE)
 

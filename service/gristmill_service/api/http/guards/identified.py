@@ -57,7 +57,7 @@ class Identified:
             came_from = self._gate.came_from(Headers(scope=scope))
         except UnavailableError:
             # The request is counted like a request with an unknown token.
-            self._admission.refused(scope[THROTTLED], scope[THROTTLED], "UNAUTHENTICATED", 0)
+            self._admission.refused(scope[THROTTLED], scope[THROTTLED], "UNAUTHENTICATED", 0, 0.0)
             raise
         passed_on.begin(came_from)
         if came_from:
