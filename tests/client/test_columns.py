@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
+from gristmill import AlreadyExistsError, InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
 from gristmill._wire.codecs.row_codec import Prefixes, Sent, encode
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows
@@ -147,6 +147,34 @@ def test_a_turn_sends_the_values_of_its_new_tokens_only(
     counts = [count for one in sent for count in one.steps.extras["routed_experts"].values.lengths.tolist()]
     assert counts == [25, 7, 7]
     assert [count for one in sent for count in one.steps.extras["routes"].values.lengths.tolist()] == [24, 7, 7]
+
+
+PARTIAL = {"name": "routes", "dtype": "int16", "scope": "token", "fill": -1, "partial": True}
+
+
+def test_a_step_that_another_worker_sends_again_whole_is_the_same_step(service: Service, run_name: str) -> None:
+    """With `trajectory.step`, a step leaves out the routes that the step before has, but for its last token's."""
+    prompts = [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
+    with RolloutClient(service.grpc_address, run_name) as one, RolloutClient(service.grpc_address, run_name) as other:
+        one.create_run(make_config(train_batch_size=2, merge="prefix", columns=[PARTIAL]))
+        with one.trajectory("a", 0) as trajectory:
+            for step, prompt in enumerate(prompts):
+                routes = {"routes": list(range(len(prompt) + 1))}
+                trajectory.step(prompt, [4, 5], reward=0.0, is_last_step=step == 1, columns=routes, policy_version=0)
+
+        def again(step: int, change_at: int | None = None, begin: int = 0) -> RowOutcome:
+            """Sends it with other routes at one place, and without those before `begin`."""
+            routes = [index + 100 * (index == change_at) for index in range(len(prompts[step]) + 1)]
+            columns = {"routes": routes[begin:]} | ({"routes_start": begin} if begin else {})
+            sent = make_row("a", 0, step, last=step == 1, prompt=prompts[step], response=[4, 5], reward=0.0, **columns)
+            return other.submit([sent | {"policy_version": 0}])[0]
+
+        assert [again(step) for step in range(2)] == [RowOutcome.DUPLICATE] * 2
+        assert [again(1, begin=begin) for begin in (3, 6)] == [RowOutcome.DUPLICATE] * 2
+        assert again(1, change_at=2) is RowOutcome.DUPLICATE, "the first step's count"
+        for step, change_at, begin in ((0, 0, 0), (1, 6, 0), (1, None, 7)):
+            with pytest.raises(AlreadyExistsError, match="different content was accepted"):
+                again(step, change_at, begin)
 
 
 def test_a_service_without_the_step_before_gets_all_values(

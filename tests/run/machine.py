@@ -64,7 +64,7 @@ class Machine:
 
     def submit(self, rows: Sequence[Row]) -> list[str]:
         steps, number = table(*rows), next(self._tables)
-        described, _ = prepare(number, steps, RowKeys.of(steps), None, {}, (), lambda _: steps)
+        described, _ = prepare(number, steps, RowKeys.of(steps), None, {}, {}, lambda _: steps)
         return [one.name for one in self.execute(lambda view: ingest.take_rows(view, steps, described)).outcomes]
 
     def set_rewards(self, updates: Sequence[RewardUpdate]) -> int:

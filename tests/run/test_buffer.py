@@ -33,7 +33,7 @@ def _nothing_stored(number: int) -> Steps:
 
 def described_rows(steps: Steps, number: int) -> list[StoredRow]:
     """As a request's, of which all is stored."""
-    keys, digests, count = RowKeys.of(steps), RowDigests(steps, ()), len(steps)
+    keys, digests, count = RowKeys.of(steps), RowDigests(steps, {}), len(steps)
     return describe_rows(steps, keys, number, digests, [b""] * count, [None] * count)
 
 

@@ -353,9 +353,10 @@ class RunConfig(BaseModel):
         return self.layout != "left_padded"
 
     @property
-    def shared_columns(self) -> frozenset[str]:
-        """The names of the columns whose values a row may omit if the previous step contains them."""
-        return frozenset(column.name for column in self.columns if column.is_shared)
+    def repeated_columns(self) -> dict[str, bool]:
+        """The names of the columns whose values a row may omit if the previous step contains them, and whether each is
+        partial: values of the others are omitted only together with their tokens."""
+        return {column.name: column.partial for column in self.columns if column.takes_first and not column.is_ragged}
 
     @property
     def written_columns(self) -> tuple[ColumnSpec, ...]:

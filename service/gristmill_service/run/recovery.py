@@ -63,7 +63,7 @@ def recover(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> Rec
         events.append(rollback)
         _log.error("run rolled back: its log is shorter than confirmed", run=name, run_id=log.run_id)
     unread = {number: tables[number] for number in tables.keys() - lost}
-    return Recovered(state, rows, CheckedTables(log, unread, config.shared_columns), events)
+    return Recovered(state, rows, CheckedTables(log, unread, config.repeated_columns), events)
 
 
 def _rollback(state: State, generation: int) -> GenerationBegan:

@@ -54,7 +54,7 @@ from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.published_batches import HAVE_SHARDS, PublishedBatches
 from gristmill_service.run.recovery import Recovered, recover
-from gristmill_service.run.rows.declared_prefixes import NO_COLUMNS, Prepared, TokenSums, prepare, steps_before
+from gristmill_service.run.rows.declared_prefixes import Prepared, TokenSums, prepare, steps_before
 from gristmill_service.run.waiters import Condition
 from gristmill_service.run.writer import NO_TABLES, Effects, Writer
 from gristmill_service.run.written_columns import SentColumns, loaded, table_of, written_before
@@ -194,15 +194,15 @@ class Run:
 
     async def _prepared(self, table: int, steps: Steps, prefixes: Prefixes | None) -> Prepared:
         keys, writer = RowKeys.of(steps), self._writer
-        shared = writer.config.shared_columns if writer.config.columns else NO_COLUMNS
+        repeated = writer.config.repeated_columns if steps.extras else {}
         before = {} if prefixes is None else steps_before(writer.state, writer.rows, self._sums, keys, prefixes)
         reads_rows = any(step.picked is not None for step in before.values())
         if reads_rows:
             # Only tables that are in the log can be read.
             await writer.commits.safe()
         if reads_rows or 4 * steps.tokens.total > _LARGE_BYTES:
-            return await asyncio.to_thread(prepare, table, steps, keys, prefixes, before, shared, writer.tables.get)
-        return prepare(table, steps, keys, prefixes, before, shared, writer.tables.get)
+            return await asyncio.to_thread(prepare, table, steps, keys, prefixes, before, repeated, writer.tables.get)
+        return prepare(table, steps, keys, prefixes, before, repeated, writer.tables.get)
 
     async def set_rewards(self, updates: Sequence[RewardUpdate]) -> int:
         digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in updates]

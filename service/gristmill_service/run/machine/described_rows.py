@@ -5,21 +5,24 @@ Digests detect whether a row that is sent again has other content, and whether s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import add
 from struct import Struct
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
-from gristmill._wire.columns import Array, Ragged, bytes_of, exact_sum
+from gristmill._wire.column_spec import start_of
+from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of, exact_sum
 from gristmill._wire.named_tuples import made_of
 from gristmill._wire.row_fields import OPTIONAL_STRINGS, PLAIN_FIELDS, TEXT_FIELDS
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
 
+NONE: Mapping[str, bool] = MappingProxyType({})
 ROW_OVERHEAD_BYTES = 768
 """The bytes that a row counts for in addition to its token values: its keys, digest, lengths and indices."""
 _SMALL = Struct("<qqi??dd16s")
@@ -110,20 +113,20 @@ def _reward_rests(steps: Steps, rewards: Sequence[float]) -> list[float]:
     ]
 
 
-def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
-    """Returns a digest of each row's content in this table, without omitted tokens. shared: as in `RowDigests`."""
-    return RowDigests(steps, shared).of_own()
+def row_digests(steps: Steps, repeated: Mapping[str, bool] = NONE) -> list[bytes]:
+    """Returns a digest of each row's content in this table, without omitted tokens. repeated: as in `RowDigests`."""
+    return RowDigests(steps, repeated).of_own()
 
 
 class RowDigests:
     """Computes digests of a table's rows, without their keys and without the placeholders of pending rewards.
 
-    shared: the columns with `ColumnSpec.is_shared`, of which a row may omit the values that the step before has. For
+    repeated: the columns of which a row may omit the values that the step before has, and whether each is partial. For
         rows after the first step, only their values of response tokens enter the digest.
     rewards: for each row, the digest of its rewards per token; empty if its reward is scalar or pending.
     """
 
-    def __init__(self, steps: Steps, shared: Collection[str]) -> None:
+    def __init__(self, steps: Steps, repeated: Mapping[str, bool]) -> None:
         self._steps, self.rewards = steps, [b""] * len(steps.uids)
         if steps.token_rewards is not None:
             self.rewards = _reward_digests(steps, steps.token_rewards)
@@ -143,7 +146,9 @@ class RowDigests:
             self._values.append(steps.token_advantages.memory())
         if steps.token_versions is not None:
             self._values.append(_token_versions(steps, steps.token_versions))
-        self._values += [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
+        starts = {start_of(name) for name, is_partial in repeated.items() if is_partial}
+        for name in sorted(steps.extras.keys() - starts):
+            self._values += _extra_parts(steps, name, repeated.get(name))
 
     def of(self, tokens: Sequence[bytes]) -> list[bytes]:
         """Returns the rows' digests. tokens: for each row, the digest of all its tokens."""
@@ -170,19 +175,37 @@ def _digest(parts: Iterable[Any]) -> bytes:
     return digest.digest()
 
 
-def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
-    """Returns for each row a label that shows whether the row has the column, and the column's values."""
+def _extra_parts(steps: Steps, name: str, is_partial: bool | None) -> tuple[list[bytes], list[Array]]:
+    """Returns for each row a label that shows whether the row has the column, and the column's values.
+
+    is_partial: as in `RowDigests`; None for a column whose values are all sent.
+    """
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
-    if is_shared:
-        counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
-        values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
+    # The tokens before the first value that enters the digest.
+    starts = [0] * len(values)
+    if is_partial is not None:
+        firsts = _starts(steps, name) if is_partial else steps.sequence_lengths - extra.values.lengths
+        begins = np.where(steps.steps > 0, steps.prompt_lengths, 0)
+        skipped = np.maximum(begins - firsts, 0).tolist()
+        values = [one[count:] for one, count in zip(values, skipped, strict=True)]
+        starts = np.maximum(firsts - begins, 0).tolist() if is_partial else starts
     # The label distinguishes an empty column from a missing one, and separates the values of different columns.
     labels = [
-        name.encode() + b"\0" + len(one).to_bytes(8, "little") if given else b""
-        for one, given in zip(values, extra.given.tolist(), strict=True)
+        name.encode() + b"\0" + len(one).to_bytes(8, "little") + (start.to_bytes(8, "little") if len(one) else b"")
+        if given
+        else b""
+        for one, start, given in zip(values, starts, extra.given.tolist(), strict=True)
     ]
     return labels, values
+
+
+def _starts(steps: Steps, name: str) -> Int64s:
+    """Returns the token of each row's first value of a partial column; int64 (rows,)."""
+    starts, extra = np.zeros(len(steps), np.int64), steps.extras.get(start_of(name))
+    if extra is not None:
+        starts[extra.given] = extra.values.values[extra.values.starts[extra.given]]
+    return starts
 
 
 def _plain_parts(steps: Steps) -> Iterator[Sequence[Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import structlog
 
 from gristmill.errors import GristmillError, NotFoundError
-from gristmill_service.run.machine.described_rows import row_digests
+from gristmill_service.run.machine.described_rows import NONE, row_digests
 from gristmill_service.run.machine.events import COLUMNS
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State
@@ -31,12 +31,12 @@ Digests = Mapping[int, bytes]
 class CheckedTables:
     """The tables of a run's log. `lost`, `get` and `get_all` block; any thread may call them, several at a time.
 
-    unchecked: the digests of the needed rows of each table that was not read since the run was opened. shared: as in
+    unchecked: the digests of the needed rows of each table that was not read since the run was opened. repeated: as in
     `row_digests`.
     """
 
-    def __init__(self, log: RunLog, unchecked: Mapping[int, Digests], shared: Collection[str] = ()) -> None:
-        self._log, self._shared = log, shared
+    def __init__(self, log: RunLog, unchecked: Mapping[int, Digests], repeated: Mapping[str, bool] = NONE) -> None:
+        self._log, self._repeated = log, repeated
         self._unchecked = dict(unchecked)
 
     def unchecked(self, groups: Iterable[Group]) -> list[int]:
@@ -82,7 +82,7 @@ class CheckedTables:
     def _checked(self, number: int, stored: Stored) -> Stored:
         digests = self._unchecked.get(number)
         if digests is not None:
-            if not _is_whole(stored, digests, self._shared):
+            if not _is_whole(stored, digests, self._repeated):
                 raise NotFoundError(f"table {number} of rows is damaged; restore it")
             self.forget([number])
         return stored
@@ -99,11 +99,11 @@ def needed_rows(state: State) -> dict[int, dict[int, bytes]]:
     return tables
 
 
-def _is_whole(stored: Stored, digests: Digests, shared: Collection[str]) -> bool:
+def _is_whole(stored: Stored, digests: Digests, repeated: Mapping[str, bool]) -> bool:
     """Returns whether the table contains the rows that were accepted, unchanged."""
     try:
         steps = decode(stored) if isinstance(stored, bytes | memoryview) else stored
-        actual = row_digests(steps, shared) if len(steps) > max(digests) else []
+        actual = row_digests(steps, repeated) if len(steps) > max(digests) else []
     except (GristmillError, ValueError, IndexError, UnicodeError):
         return False
     return bool(actual) and all(actual[row] == digest for row, digest in digests.items())

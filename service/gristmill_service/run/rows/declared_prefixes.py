@@ -8,7 +8,7 @@ read only if this sum is unknown, or if a row shares only a part of the step bef
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -126,20 +126,19 @@ def prepare(
     keys: RowKeys,
     prefixes: Prefixes | None,
     before: Mapping[int, StepBefore],
-    shared: Collection[str],
+    repeated: Mapping[str, bool],
     load: Load,
 ) -> Prepared:
     """Describes the rows of a request as the state will store them, with the digests of whole rows, and checks the
     omitted tokens.
 
     table: the number of the rows' table. prefixes: the omitted tokens of each row; None if nothing is omitted. before:
-        from `steps_before`. shared: the columns whose values a row may omit with its tokens. load: reads a stored
-        table. Raises PrefixUnknownError for a row whose step before is missing or unreadable, has other tokens, or
-        does not have the omitted values.
+        from `steps_before`. repeated: as in `RowDigests`. load: reads a stored table. Raises PrefixUnknownError for a
+        row whose step before is missing or unreadable, has other tokens, or does not have the omitted values.
     """
     assert (steps.prefix_lengths is None) == (prefixes is None), "what was left out comes with its checksums"
     sent = steps.tokens.memory()
-    columns = _columns(steps, shared) if steps.extras else [NO_COLUMNS] * len(sent)
+    columns = _columns(steps, repeated) if steps.extras else [NO_COLUMNS] * len(sent)
     declared = None if prefixes is None else _Declared(steps, keys, prefixes, before, columns, load)
     digests: list[bytes] = []
     sums: list[TokenSum | None] = []
@@ -156,13 +155,14 @@ def prepare(
                 declared.add(row, total)
         sums.append(None if is_last else total)
     parents = [None] * len(sent) if declared is None else declared.parents
-    rows = describe_rows(steps, keys, table, RowDigests(steps, shared), digests, parents)
+    rows = describe_rows(steps, keys, table, RowDigests(steps, repeated), digests, parents)
     return Prepared(rows, sums)
 
 
-def _columns(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
+def _columns(steps: Steps, repeated: Mapping[str, bool]) -> list[frozenset[str]]:
     """Returns, for each row, the declared columns with `is_shared` that the row has."""
-    extras = {name: steps.extras[name].given.tolist() for name in steps.extras.keys() & shared}
+    shared = [name for name, is_partial in repeated.items() if not is_partial and name in steps.extras]
+    extras = {name: steps.extras[name].given.tolist() for name in shared}
     if not extras:
         return [NO_COLUMNS] * len(steps)
     return [frozenset(name for name, given in extras.items() if given[row]) for row in range(len(steps))]
