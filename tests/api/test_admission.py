@@ -320,6 +320,22 @@ def test_one_answer_beyond_the_share_is_sent_alone() -> None:
     run(test)
 
 
+def test_calls_that_had_much_in_memory_are_counted_when_they_end() -> None:
+    async def test() -> None:
+        admission = Admission()
+        unread, cut, small = [await admission.enter("a", "call") for _ in range(3)]
+        await unread.hold(LARGE)
+        await cut.place(is_large=False)
+        await small.place(is_large=False)
+        await small.came(10)
+        assert admission.large_messages == 1
+        for slot, count in ((unread, 2), (cut, 3), (small, 3)):
+            slot.close()
+            assert admission.large_messages == count
+
+    run(test)
+
+
 # --- Times
 
 

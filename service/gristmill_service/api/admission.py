@@ -455,8 +455,8 @@ class Slot:
         if not self._is_open:
             return
         self._is_open, self.end, admission = False, None, self._admission
-        # The request of a call that ends early may have been large.
-        admission.large_messages += self in admission.coming
+        # What a large call had in memory is freed now. The request of a call that ends early may have been large.
+        admission.large_messages += self.is_large or self._held > SMALL_BYTES or self in admission.coming
         admission.slots.discard(self)
         admission.coming.discard(self)
         admission.by_kind[self._kind].give(self.caller)
