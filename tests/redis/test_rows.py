@@ -101,6 +101,21 @@ class TestRows:
         assert same(again.get(wanted), any_table(0))
         assert same(again.get(fresh), any_table(2)), "what came after the claim is not looked at"
 
+    def test_the_leftovers_of_several_runs_are_swept_at_once_and_those_of_others_stay(
+        self, store: RedisRunStore
+    ) -> None:
+        for name in ("one", "other{}:", "third"):
+            log = store.create(name, b"{}")
+            started(log)
+            log.append(b"orphans", {log.first_number + index: any_table(index) for index in range(2)})
+            log.close()
+            again = store.open(name)
+            started(again)
+            again.retain(set())
+        assert store.sweep(["one", "other{}:", "deleted meanwhile"]) == 4
+        assert len(row_keys(store)) == 2
+        assert store.sweep(["third"]) == 2
+
     def test_tables_are_read_by_many_threads_while_others_are_written(self, log: RedisRunLog) -> None:
         errors: list[BaseException] = []
         done = threading.Event()
