@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ByteSize
 
 from gristmill import (
     AlreadyExistsError,
@@ -22,9 +23,10 @@ from gristmill import (
 )
 from gristmill.torch import MicroBatch, Shard
 from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped
+from gristmill_service.settings import Settings
 from tests.api.apis import group
 from tests.on_loop import Service
-from tests.serving import StartService
+from tests.serving import FREE_PORTS, StartService
 
 COLUMNS: list[dict[str, Any]] = [
     {"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"},
@@ -274,3 +276,37 @@ def test_what_cannot_be_a_shards_column_is_refused(
     with pytest.raises(InvalidArgumentError, match="columns is a list; pass a mapping"):
         trainer.write(shard, [columns])  # type: ignore[arg-type]
     assert len(service.runs.get(run_name).batch(0).awaits) == 8
+
+
+@pytest.mark.parametrize(("limit", "is_accepted"), [(80 << 20, True), (32 << 20, False)])
+def test_a_column_may_be_as_large_as_a_message_of_the_service_and_an_error_names_the_setting(
+    limit: int,
+    is_accepted: bool,
+) -> None:
+    width, tokens = 8192, 2100
+    column = {"name": "hidden", "dtype": "float32", "scope": "response", "shape": [width], "source": "trainer"}
+    settings = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1}
+    service = Service(Settings(**FREE_PORTS, store="memory", max_message_bytes=ByteSize(limit)))
+    service.start()
+    try:
+        with RolloutClient(service.grpc_address, "wide", timeout_s=60) as client:
+            client.create_run({**settings, "micro_batch": {"size": 1}, "columns": [column]})
+            with client.trajectory("p", 0) as trajectory:
+                trajectory.step([1], range(tokens), reward=1.0, is_last_step=True)
+            client.finish()
+        with TrainerClient(service.grpc_address, "wide", 0, timeout_s=60) as trainer:
+            batch = next(iter(trainer))
+            for shard in batch.forward():
+                values = torch.ones(*shard["response_mask"].shape, width)
+                if is_accepted:
+                    trainer.write(shard, {"hidden": values})
+                    continue
+                with pytest.raises(
+                    InvalidArgumentError, match=r"hidden has 688\d+ bytes.*with --max-message-bytes 688"
+                ):
+                    trainer.write(shard, {"hidden": values})
+            if is_accepted:
+                (shard,) = batch.mini_batches()
+                assert shard["hidden"].sum() == width * tokens
+    finally:
+        service.stop()

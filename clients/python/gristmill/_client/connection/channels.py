@@ -26,7 +26,8 @@ REQUEST_ID = "x-request-id"
 """The metadata key of a call's id. The error of a failed call has the id as its attribute `request_id`."""
 
 _OPTIONS = (
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    # The service's limit is a setting of its own.
+    ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # The address of a name changes when a pod is replaced. By default gRPC resolves a name at most every 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),

@@ -24,7 +24,7 @@ from gristmill._wire.addresses import MODELS, Position
 from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, tensor_names
 from gristmill._wire.rows import to_rows
-from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
+from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError, TooLargeError
 from gristmill.v1 import run_pb2, trainer_pb2
 
 if TYPE_CHECKING:
@@ -430,14 +430,22 @@ class TrainerClient(Generic[S]):
 
         Idempotent. Does nothing if the shard is not a forward shard, because it already has its columns. Raises
         AlreadyExistsError if this incarnation wrote other values before (after `load_state_dict` all columns are
-        written again), and StaleIncarnationError if a newer incarnation exists.
+        written again), and StaleIncarnationError if a newer incarnation exists. A column of a shard may have at most
+        `--max-message-bytes` of the service.
         """
         self._transport.check_usable()
         written = self._columns.written
         for name, request, data in write_requests(
             shard, columns, written, self.run, self._order.incarnation, self._order.dp_size
         ):
-            self._transport.call(self._transport.write_columns, data)
+            try:
+                self._transport.call(self._transport.write_columns, data)
+            except TooLargeError as error:
+                raise InvalidArgumentError(
+                    f"run {self.run!r}: {shard.position}: {name} has {len(data)} bytes, and a column of a shard is "
+                    f"written whole ({error}); start the service with --max-message-bytes {len(data)} or more, or "
+                    "create the run with more mini-batches or ranks, which makes shards smaller"
+                ) from None
             self._reader.kept.wrote(request, name)
 
     def rows(self, batch: int) -> list[dict[str, Any]]:
