@@ -105,7 +105,9 @@ def _served(rows: list[Row], config: Config) -> Config:
     columns = [column | (trainers if column["name"] in _CREDIT else {}) for column in config.get("columns", [])]
     if len(rows) % 3 == 0 and config["advantage_estimator"] != "rae":
         kept["zero_variance_filter"] = "replace"
-    return DEFAULTS | kept | {"columns": columns, "seal_order": "completion", "max_buffered_batches": 8}
+    # No trainer acknowledges until all groups have been sent.
+    waits = {"seal_order": "completion", "max_buffered_batches": 8, "max_batches_ahead": 8}
+    return DEFAULTS | kept | waits | {"columns": columns}
 
 
 def _declared(column: Config) -> Config:
