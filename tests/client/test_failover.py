@@ -69,7 +69,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def step(client: RolloutClient, uid: str = "a", sample: int = 0) -> None:
-    with client.trajectory(uid, sample) as trajectory:
+    with client.trajectory(uid, sample, policy_version=0) as trajectory:
         trajectory.step([1], [2], reward=1.0, is_last_step=True)
 
 

@@ -385,11 +385,9 @@ def _position_message(position: Position) -> run_pb2.Position:
 
 def _admissions(view: Admissions) -> rollout_pb2.BeginGroupsResponse:
     numbers: list[Any] = [admission.value for admission in view.admissions]
+    reason, version = view.reason, view.policy_version
     return rollout_pb2.BeginGroupsResponse(
-        admissions=numbers,
-        retry_after_s=view.retry_after_s,
-        reason=view.reason,
-        policy_version=view.policy_version,
+        admissions=numbers, retry_after_s=view.retry_after_s, reason=reason, policy_version=version
     )
 
 
