@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.errors import ResourceExhaustedError
+from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.monitoring.health.health import health
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.resume import Checkpoint
@@ -139,6 +139,13 @@ class TestTrained:
         bench.run.batch(1)
         bench.run.batch(2)
         assert fill(bench) == 0
+
+    def test_ranks_that_do_not_exist_ask_for_nothing(self) -> None:
+        bench = paced(dp_size=2)
+        for ranks in ([2], [0, -1], range(1000)):
+            with pytest.raises(InvalidArgumentError, match=r"rank -?\d+ does not exist with dp_size 2"):
+                bench.run.batch(1, ranks, "policy")
+        assert bench.run._writer.asked == {}
 
     def test_what_critics_ask_for_and_acknowledge_does_not_count(self) -> None:
         bench = paced(critic_mini_batch_size=1)

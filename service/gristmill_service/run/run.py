@@ -240,6 +240,9 @@ class Run:
         the model whose ranks want to train the batch; None if the caller only reads."""
 
         def look_up(state: State) -> tuple[BatchState, list[ColumnPlace]]:
+            if trains is not None:
+                for rank in set(ranks):
+                    progress.check_rank(state, trains, rank)
             batch_state = progress.batch_state(state, number)
             if trains is not None and batch_state is BatchState.PENDING:
                 progress.check_not_ahead(state, trains, ranks, number)
