@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore, MemoryShardStore
 from tests.on_loop import Runs, loop, on_loop
-from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table
-from tests.run.logs import RecordingStore
+from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
+from tests.run.logs import RecordingLog, RecordingStore
 from tests.run.test_served_bytes import await_batch
 
 PATIENCE_S = 60.0
@@ -245,6 +245,33 @@ def test_the_clock_of_a_run_that_is_deleted_is_no_error() -> None:
         assert store.deleting.wait(PATIENCE_S)
         runs.tick()
         store.may_delete.set()
+        deleting.result(PATIENCE_S)
+    assert [entry for entry in logged if entry["log_level"] == "error"] == []
+    runs.close(1)
+
+
+def test_a_run_whose_tables_are_being_checked_is_deleted_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, checking, may_check = RecordingStore(), threading.Event(), threading.Event()
+    plain = RecordingLog.get_all
+
+    def check_slowly(log: RecordingLog, numbers: Collection[int]) -> Any:
+        checking.set()
+        assert may_check.wait(PATIENCE_S)
+        return plain(log, numbers)
+
+    runs = Runs(Shelf(), store, build_batch=BuildBatch(), make_monitor=Monitor)
+    runs.create("run", CONFIG)
+    for number in range(9):
+        # More tables than are checked at once.
+        runs.get("run").submit(table(row("a", step=number, last=False)))
+    monkeypatch.setattr(RecordingLog, "get_all", check_slowly)
+    with capture_logs() as logged, ThreadPoolExecutor(1) as pool:
+        runs.get("run").lose()
+        runs.get("run")
+        assert checking.wait(PATIENCE_S)
+        deleting = pool.submit(runs.delete, "run")
+        wait_until(lambda: runs.get("run").is_deleted)
+        may_check.set()
         deleting.result(PATIENCE_S)
     assert [entry for entry in logged if entry["log_level"] == "error"] == []
     runs.close(1)

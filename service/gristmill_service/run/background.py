@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from gristmill.errors import GristmillError, UnavailableError
+from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.run.batch_builder import BatchBuilder
 from gristmill_service.run.capacity import ShardRoom
@@ -107,8 +107,10 @@ class Background:
             with suppress(UnavailableError):
                 await self._writer.commits.safe()
                 await work
-        except Exception:  # noqa: BLE001 - a defect of one task is no reason to end the others
-            _log.exception("task failed", run=self._name)
+        except Exception as error:  # noqa: BLE001 - a defect of one task is no reason to end the others
+            # Whatever a task asks of a run that was deleted in the meantime raises NotFoundError.
+            if not (self._writer.is_deleted and isinstance(error, NotFoundError)):
+                _log.exception("task failed", run=self._name)
         finally:
             work.close()
 
