@@ -350,7 +350,7 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
     [
         ({"routed_experts": [[[1, 2, 3], [4, 5, 6]]]}, "routed_experts has 1 values; send 3"),
         ({"routed_experts": None}, "column 'routed_experts' is missing; every row needs it"),
-        ({"difficulty": [1.0]}, r"difficulty has values of shape \[1\], but the column declares \[\]"),
+        ({"difficulty": [1.0]}, r"difficulty has values of shape \[1\], but the column declares shape \[\] for each"),
         (
             {"routes": experts(0, 2).tolist(), "routes_start": 2},
             r"2 values from index 2 \(routes_start\), but .* 3 prompt",
