@@ -26,6 +26,20 @@ def test_a_run_that_waits_is_notified_of_the_next_removal_once() -> None:
     assert calls == ["first"]
 
 
+def test_a_run_that_waits_again_after_each_attempt_of_its_own_is_notified_once() -> None:
+    class Waiting:
+        retries = 0
+
+        def retry(self) -> None:
+            self.retries += 1
+
+    room, run = ShardRoom(), Waiting()
+    for _ in range(100):
+        room.wait(room.removals, run.retry)
+    room.removed()
+    assert run.retries == 1
+
+
 def test_a_removal_between_the_attempt_and_the_wait_is_not_missed() -> None:
     room, calls = ShardRoom(), list[str]()
     seen = room.removals

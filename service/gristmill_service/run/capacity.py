@@ -73,18 +73,19 @@ class ShardRoom:
 
     def __init__(self) -> None:
         self.removals = 0
-        self._waiting: list[Callable[[], None]] = []
+        # A run that retries by itself waits again each time, and counts once.
+        self._waiting: dict[Callable[[], None], None] = {}
 
     def wait(self, removals: int, retry: Callable[[], None]) -> None:
         """Calls `retry` once, at the next removal, or immediately if there was one since `removals` was read."""
         if self.removals != removals:
             retry()
         else:
-            self._waiting.append(retry)
+            self._waiting[retry] = None
 
     def removed(self) -> None:
         """Records that shards were removed, and wakes the waiting runs."""
         self.removals += 1
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, {}
         for retry in waiting:
             retry()
