@@ -142,7 +142,7 @@ class Settings(BaseSettings):
         "(before each answer), interval (every second), never.",
     )
     max_message_bytes: ByteSize = Field(
-        ByteSize(64 << 20), gt=0, description="The largest request, compressed or not (64MiB, 1GiB, or bytes)."
+        ByteSize(64 << 20), gt=0, description="The largest message, compressed or not (64MiB, 1GiB, or bytes)."
     )
     max_row_bytes: ByteSize = Field(
         ByteSize(8 << 30),

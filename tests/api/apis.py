@@ -268,10 +268,21 @@ class GrpcApi:
 
     def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int:
         batch, mini_batch, rank = place
-        request = trainer_pb2.WriteColumnsRequest(
-            run=run, batch=batch, mini_batch=mini_batch, rank=rank, incarnation=incarnation, tensors=tensors
+        return self.write_messages(
+            {
+                "run": run,
+                "batch": batch,
+                "mini_batch": mini_batch,
+                "rank": rank,
+                "incarnation": incarnation,
+                "tensors": tensors,
+            }
         )
-        return int(self._call(self.trainers.WriteColumns, request).lacking)
+
+    def write_messages(self, *messages: Json) -> int:
+        """Writes columns by these messages of one call."""
+        requests = [trainer_pb2.WriteColumnsRequest(**message) for message in messages]
+        return int(self._call(self.trainers.WriteColumns, iter(requests)).lacking)
 
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json:
         request = trainer_pb2.AcknowledgeRequest(

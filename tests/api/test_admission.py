@@ -11,7 +11,7 @@ import pytest
 from gristmill.errors import ResourceExhaustedError
 from gristmill_service.access.caller import Caller
 from gristmill_service.api import admission as module
-from gristmill_service.api.admission import SMALL_BYTES, Admission, Kind, Limits, Slot
+from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Admission, Kind, Limits, Slot
 
 LARGE = SMALL_BYTES + 1
 SPENT_S = 0.3e-3
@@ -235,6 +235,53 @@ def test_a_place_is_taken_back_from_the_caller_with_the_most_whose_bytes_do_not_
         await settle()
         assert ended == ["silent"]
         more.cancel()
+
+    run(test)
+
+
+def test_a_request_in_parts_takes_all_its_places_at_once_and_none_while_it_waits() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(requests=4, message_bytes=100))
+        uploads = [await reading(admission, caller) for caller in ("a", "c")]
+        for upload in uploads:
+            await upload.came(LARGE)
+        parts = await reading(admission, "b")
+        await parts.came(SMALL_BYTES)
+        waiting = asyncio.ensure_future(parts.place_parts(201))
+        await settle()
+        assert not waiting.done()
+        assert admission.requests.by_caller == {"a": 1, "c": 1}
+        for upload in uploads:
+            upload.close()
+        await waiting
+        assert admission.requests.by_caller == {"b": 3}
+        await parts.came(201)
+        parts.close()
+        assert (admission.requests.by_caller, admission.requests.total) == ({}, 0)
+
+    run(test)
+
+
+def test_a_request_in_parts_has_time_for_each_of_its_messages() -> None:
+    async def test() -> None:
+        clock, ended = Clock(), list[str]()
+        admission = Admission(Limits(requests=4, message_bytes=100), clock)
+        slot = await reading(admission, "a", ended)
+        await slot.came(SMALL_BYTES)
+        await slot.place_parts(300)
+        assert slot.due == clock.now + REQUEST_S
+        slot.came_part(100)
+        slot.came_part(50)
+        assert slot.due == clock.now + 2.5 * REQUEST_S
+        other = await reading(admission, "b")
+        new = asyncio.ensure_future(reading(admission, "c"))
+        await settle()
+        assert ended == ["a"], "others need its places"
+        slot.came_part(50)
+        assert slot.due is None
+        slot.close()
+        assert (await new).caller == "c"
+        other.close()
 
     run(test)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
 from pydantic import ByteSize
+from safetensors.torch import save
 
 from gristmill import (
     AlreadyExistsError,
@@ -20,12 +23,17 @@ from gristmill import (
     RolloutClient,
     StaleIncarnationError,
     TrainerClient,
+    UnavailableError,
 )
+from gristmill._wire.codecs.columns_codec import PART_BYTES
 from gristmill.torch import MicroBatch, Shard
+from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
+from gristmill_service.api.admission import Slot
 from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped
 from gristmill_service.settings import Settings
 from tests.api.apis import group
 from tests.on_loop import Service
+from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS, StartService
 
 COLUMNS: list[dict[str, Any]] = [
@@ -278,35 +286,162 @@ def test_what_cannot_be_a_shards_column_is_refused(
     assert len(service.runs.get(run_name).batch(0).awaits) == 8
 
 
-@pytest.mark.parametrize(("limit", "is_accepted"), [(80 << 20, True), (32 << 20, False)])
-def test_a_column_may_be_as_large_as_a_message_of_the_service_and_an_error_names_the_setting(
-    limit: int,
-    is_accepted: bool,
-) -> None:
-    width, tokens = 8192, 2100
-    column = {"name": "hidden", "dtype": "float32", "scope": "response", "shape": [width], "source": "trainer"}
-    settings = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1}
-    service = Service(Settings(**FREE_PORTS, store="memory", max_message_bytes=ByteSize(limit)))
+WIDE: dict[str, Any] = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 1,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 1},
+    "columns": [{"name": "hidden", "dtype": "float32", "scope": "response", "shape": [320], "source": "trainer"}],
+}
+LIMIT = 2 << 20
+
+
+@pytest.fixture
+def small() -> Iterator[Service]:
+    """A service with small messages."""
+    service = Service(Settings(**FREE_PORTS, store="memory", max_message_bytes=ByteSize(LIMIT)))
     service.start()
-    try:
-        with RolloutClient(service.grpc_address, "wide", timeout_s=60) as client:
-            client.create_run({**settings, "micro_batch": {"size": 1}, "columns": [column]})
-            with client.trajectory("p", 0) as trajectory:
-                trajectory.step([1], range(tokens), reward=1.0, is_last_step=True)
-            client.finish()
-        with TrainerClient(service.grpc_address, "wide", 0, timeout_s=60) as trainer:
-            batch = next(iter(trainer))
-            for shard in batch.forward():
-                values = torch.ones(*shard["response_mask"].shape, width)
-                if is_accepted:
-                    trainer.write(shard, {"hidden": values})
-                    continue
-                with pytest.raises(
-                    InvalidArgumentError, match=r"hidden has 688\d+ bytes.*with --max-message-bytes 688"
-                ):
-                    trainer.write(shard, {"hidden": values})
-            if is_accepted:
-                (shard,) = batch.mini_batches()
-                assert shard["hidden"].sum() == width * tokens
-    finally:
-        service.stop()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def wide(small: Service) -> Iterator[Callable[[int], tuple[TrainerClient, Shard]]]:
+    """Begins a run with one row of n tokens. Returns its trainer, and the shard to write, of 1,280 bytes per token."""
+    with ExitStack() as stack:
+
+        def begin(tokens: int) -> tuple[TrainerClient, Shard]:
+            with RolloutClient(small.grpc_address, "wide", timeout_s=60) as client:
+                client.create_run(WIDE)
+                with client.trajectory("p", 0) as trajectory:
+                    trajectory.step([1], range(tokens), reward=1.0, is_last_step=True)
+                client.finish()
+            trainer = stack.enter_context(TrainerClient(small.grpc_address, "wide", 0, timeout_s=60))
+            [shard] = next(iter(trainer)).forward()
+            return trainer, shard
+
+        yield begin
+
+
+Wide = Callable[[int], tuple[TrainerClient, Shard]]
+
+
+def hidden(shard: Shard) -> torch.Tensor:
+    return torch.rand(*shard["response_mask"].shape, 320)
+
+
+def sent(service: Service, shard: Shard, *messages: trainer_pb2.WriteColumnsRequest, cuts: bool = False) -> None:
+    """Sends these messages of one call, and cuts it, or ends it."""
+    place = trainer_pb2.WriteColumnsRequest(run="wide", rank=shard.metadata["rank"], incarnation=1)
+    messages[0].MergeFrom(place)
+    is_over = threading.Event()
+
+    def stream() -> Iterator[trainer_pb2.WriteColumnsRequest]:
+        yield from messages
+        if cuts:
+            is_over.wait(30)
+
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        call = trainer_pb2_grpc.TrainerServiceStub(channel).WriteColumns.future(stream(), timeout=60)  # type: ignore[no-untyped-call]
+        if not cuts:
+            call.result()
+            return
+        requests = service._api.admission.requests
+        wait_until(lambda: requests.total == 3)
+        call.cancel()
+        is_over.set()
+        wait_until(lambda: requests.total == 0)
+
+
+def test_a_column_larger_than_a_message_is_written_in_parts(small: Service, wide: Wide) -> None:
+    trainer, shard = wide(4000)
+    values = hidden(shard)
+    assert values.nbytes > 2 * LIMIT
+    for _ in range(2):
+        trainer.write(shard, {"hidden": values})
+    [trained] = next(iter(trainer)).mini_batches()
+    assert torch.equal(trained["hidden"][trained["response_mask"] == 1], values[shard["response_mask"] == 1])
+    assert small._api.admission.requests.by_caller == {}
+
+
+def test_a_column_in_parts_is_the_same_as_in_one_message(small: Service, wide: Wide) -> None:
+    trainer, shard = wide(1500)
+    values = hidden(shard)
+    file = save({"hidden": values})
+    assert PART_BYTES < len(file) < LIMIT
+    trainer.write(shard, {"hidden": values})
+    sent(small, shard, trainer_pb2.WriteColumnsRequest(tensors=file))
+    with pytest.raises(grpc.RpcError, match="already written with other values"):
+        sent(small, shard, trainer_pb2.WriteColumnsRequest(tensors=save({"hidden": values + 1})))
+
+
+def test_a_call_that_is_cut_between_parts_leaves_nothing_and_the_next_one_writes_the_column(
+    small: Service, wide: Wide
+) -> None:
+    trainer, shard = wide(4000)
+    file = save({"hidden": hidden(shard)})
+    half = (
+        trainer_pb2.WriteColumnsRequest(size_bytes=len(file)),
+        trainer_pb2.WriteColumnsRequest(tensors=file[:PART_BYTES]),
+    )
+    run = small.runs.get("wide")
+    before = run.status().row_bytes
+    sent(small, shard, *half, cuts=True)
+    with pytest.raises(grpc.RpcError, match=f"ended after {PART_BYTES} of {len(file)} bytes"):
+        sent(small, shard, *half)
+    assert (len(run.batch(0).awaits), run.status().row_bytes) == (1, before)
+    assert small._api.admission.requests.by_caller == {}
+    trainer.write(shard, {"hidden": hidden(shard)})
+    assert not run.batch(0).awaits
+
+
+def test_a_write_that_fails_between_parts_is_sent_again_from_its_beginning(
+    small: Service, wide: Wide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived, came_part = list[int](), Slot.came_part
+
+    def fail_once(slot: Slot, nbytes: int) -> None:
+        arrived.append(nbytes)
+        if len(arrived) == 2:
+            raise UnavailableError("the connection broke")
+        came_part(slot, nbytes)
+
+    monkeypatch.setattr(Slot, "came_part", fail_once)
+    trainer, shard = wide(4000)
+    values = hidden(shard)
+    trainer.write(shard, {"hidden": values})
+    assert sum(arrived[2:]) > values.nbytes
+    assert arrived[2:4] == arrived[:2]
+    [trained] = next(iter(trainer)).mini_batches()
+    assert torch.equal(trained["hidden"][trained["response_mask"] == 1], values[shard["response_mask"] == 1])
+    assert small._api.admission.requests.by_caller == {}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"size_bytes": -1}], r"size_bytes is -1, and a column has at most 16777216 bytes"),
+        ([{"size_bytes": 10, "tensors": b"0123456789"}], "send the tensors in the messages after it"),
+        ([{"size_bytes": 10}, {"tensors": b"0123456789a"}], "a part has 11 bytes after 0 of 10 bytes"),
+        ([{"size_bytes": 1 << 20}, {"tensors": b"0123456789"}], "send parts of at least 65536 bytes"),
+        ([{"size_bytes": 10}, {}], "a part has 0 bytes after 0 of 10 bytes"),
+        ([{"size_bytes": 10}, {"tensors": b"0123456789"}], "10 bytes are not a safetensors file"),
+    ],
+)
+def test_parts_that_are_no_column_are_refused(
+    small: Service, wide: Wide, messages: list[dict[str, Any]], reason: str
+) -> None:
+    _, shard = wide(2)
+    with pytest.raises(grpc.RpcError, match=reason):
+        sent(small, shard, *(trainer_pb2.WriteColumnsRequest(**message) for message in messages))
+    assert len(small.runs.get("wide").batch(0).awaits) == 1
+
+
+def test_a_column_of_more_than_eight_messages_is_refused_with_the_remedy(wide: Wide) -> None:
+    trainer, shard = wide(13200)
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"run 'wide': batch 0 mini-batch 0 rank 0: size_bytes is 168\d+, and a column has at most 16777216 .* "
+        "more mini-batches or ranks, which makes shards smaller, or raise max_message_bytes",
+    ):
+        trainer.write(shard, {"hidden": hidden(shard)})

@@ -105,6 +105,9 @@ def test_any_replica_takes_writes_and_a_new_owner_goes_on_with_what_was_written(
     before = columns_of(other.grpc.read(run, 0, 0, 0))
     for api, (name, values) in zip(apis, before.items(), strict=True):
         api.write(run, (0, 0, 0), 1, save({name: values}))
+    file = save({"values": before["values"]})
+    place = {"run": run, "batch": 0, "mini_batch": 0, "rank": 0, "incarnation": 1}
+    assert other.grpc.write_messages(place | {"size_bytes": len(file)}, {"tensors": file}), "the same bytes, in parts"
     left = other.grpc.batch(run, 0).get("awaits", [])
     assert all(one["mini_batch"] != 0 for one in left)
     run_owner.kill()

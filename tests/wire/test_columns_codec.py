@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire.codecs import columns_codec, tensor_file
-from gristmill._wire.codecs.columns_codec import ColumnsRequest
+from gristmill._wire.codecs.columns_codec import PART_BYTES, ColumnsRequest
 from gristmill._wire.columns import Array
 from gristmill.v1 import trainer_pb2
 from tests.wire.test_tensor_file import TENSORS, check_same
@@ -31,23 +31,42 @@ def check_request(decoded_request: ColumnsRequest, expected: trainer_pb2.WriteCo
 
 @given(REQUESTS, TENSORS)
 def test_protobuf_reads_what_is_written(request: trainer_pb2.WriteColumnsRequest, tensors: dict[str, Array]) -> None:
-    data = columns_codec.encode(request, tensors)
+    [data] = columns_codec.messages(request, tensor_file.encode(tensors))
     parsed = trainer_pb2.WriteColumnsRequest.FromString(data)
     check_same(tensor_file.decode(parsed.tensors), tensors)
     parsed.ClearField("tensors")
     assert parsed == request
 
 
+@pytest.mark.parametrize(("size", "parts"), [(PART_BYTES, 0), (PART_BYTES + 1, 2), (3 * PART_BYTES, 3)])
+def test_a_large_file_is_cut_into_parts_after_a_message_with_its_size(size: int, parts: int) -> None:
+    request = trainer_pb2.WriteColumnsRequest(run="run", batch=3, mini_batch=1, rank=2, incarnation=1)
+    file = np.random.default_rng(size).bytes(size)
+    first, *rest = [*columns_codec.messages(request, file)]
+    decoded_request = ColumnsRequest(first)
+    check_request(decoded_request, request)
+    assert len(rest) == parts
+    assert decoded_request.size_bytes == (size if parts else 0)
+    decoded = [trainer_pb2.WriteColumnsRequest.FromString(data) for data in (first, *rest)]
+    assert b"".join(message.tensors for message in decoded) == file
+    assert all(message == trainer_pb2.WriteColumnsRequest(tensors=message.tensors) for message in decoded[1:])
+    assert [bytes(columns_codec.part_of(data)) for data in rest] == [message.tensors for message in decoded[1:]]
+    if parts:
+        decoded_request.tensors = memoryview(file)
+    assert [*decoded_request.messages()] == [first, *rest], "a replica forwards them as they came"
+
+
 @given(REQUESTS, TENSORS)
 def test_what_is_written_is_viewed(request: trainer_pb2.WriteColumnsRequest, tensors: dict[str, Array]) -> None:
-    data = columns_codec.encode(request, tensors)
+    [data] = columns_codec.messages(request, tensor_file.encode(tensors))
     decoded_request = ColumnsRequest(data)
     check_request(decoded_request, request)
-    assert decoded_request.SerializeToString() == data
+    assert [*decoded_request.messages()] == [data]
     decoded = tensor_file.decode(decoded_request.tensors)
     check_same(decoded, tensors)
+    begin = len(data) - len(decoded_request.tensors) + tensor_file.begin_of_data(decoded_request.tensors)
     for values in decoded.values():
-        assert not values.size or np.shares_memory(values, np.frombuffer(data, np.uint8))
+        assert not values.size or begin % 8 or np.shares_memory(values, np.frombuffer(data, np.uint8))
 
 
 @given(REQUESTS, TENSORS)

@@ -60,7 +60,7 @@ class Limits(NamedTuple):
     calls, streams, probes: slots, by kind. waits: waiting calls of one caller; twice as many in total. requests: large
         requests that are read or answered. small_requests: requests that are read of calls that are never large.
         answer_bytes: bytes of unsent answers. run_calls: calls for one run; None: no limit. request_s: seconds after
-        which an incomplete large request is cancelled.
+        which an incomplete large request is cancelled. message_bytes: the size of the largest message.
     """
 
     calls: int = 4096
@@ -72,6 +72,7 @@ class Limits(NamedTuple):
     answer_bytes: int = 128 << 20
     run_calls: int | None = None
     request_s: float = 1044.0
+    message_bytes: int = 64 << 20
 
     @classmethod
     def of(cls, settings: Settings) -> Limits:
@@ -81,6 +82,7 @@ class Limits(NamedTuple):
             waits=settings.max_waiters,
             run_calls=settings.max_run_requests,
             request_s=REQUEST_S + settings.max_message_bytes / LEAST_BYTES_PER_S,
+            message_bytes=int(settings.max_message_bytes),
         )
 
 
@@ -238,17 +240,17 @@ class Admission:
         self.slots.add(slot)
         return slot
 
-    async def take(self, shared: _Shared, caller: str, wait_s: float) -> None:
-        """Takes a unit for the caller. Waits for it at most this long, and longer if other calls of the caller wait, so
-        that they are refused one after another. Raises ResourceExhaustedError."""
-        if shared.take(caller):
+    async def take(self, shared: _Shared, caller: str, wait_s: float, n: int = 1) -> None:
+        """Takes n units for the caller. Waits for them at most this long, and longer if other calls of the caller wait,
+        so that they are refused one after another. Raises ResourceExhaustedError."""
+        if shared.take(caller, n):
             return
         delay_s = self._crowding.charge(caller, _CALL_S, self.clock())
         if shared.is_crowded:
             raise shared.error(caller)
         try:
             async with asyncio.timeout(wait_s + delay_s):
-                await shared.wait(caller)
+                await shared.wait(caller, n)
         except TimeoutError:
             raise shared.error(caller) from None
 
@@ -320,6 +322,7 @@ class Slot:
         "_kind",
         "_limits",
         "_place",
+        "_units",
         "_waits",
         "caller",
         "due",
@@ -332,8 +335,9 @@ class Slot:
         self.due: float | None = admission.clock() + REQUEST_S
         self._held = 0
         self._limits: tuple[tuple[str, str], ...] = ()
-        # The capacity that the request occupies: of large requests or of small ones.
+        # The capacity that the request occupies, of large requests or of small ones, and how much of it.
         self._place: _Shared | None = None
+        self._units = 1
         self._waits = False
         self._is_open, self.is_wrong = True, False
 
@@ -386,16 +390,40 @@ class Slot:
         shared = admission.requests if is_large else admission.small_requests
         if before is shared:
             return
-        if not shared.take(self.caller):
-            self.due = None
-            self._take_back(shared)
-            await admission.take(shared, self.caller, REQUEST_S)
-        self._place = shared
+        await self._occupy(shared)
         if before is not None:
             before.give(self.caller)
         if is_timed:
-            admission.coming.add(self)
-            self.due = admission.clock() + REQUEST_S
+            self._expect()
+
+    async def place_parts(self, nbytes: int) -> None:
+        """Takes capacity for a request of n bytes in parts, as for requests of `max_message_bytes`, before they are
+        read. Waits and raises like `place`, and has none meanwhile, so that such calls never wait for each other."""
+        self._vacate()
+        await self._occupy(self._admission.requests, -(-nbytes // self._admission.limits.message_bytes))
+        self._expect()
+
+    def came_part(self, nbytes: int) -> None:
+        """Records that a part of n bytes has arrived, which extends the time of the request."""
+        if self.due is not None:
+            self.due += REQUEST_S * nbytes / self._admission.limits.message_bytes
+
+    async def _occupy(self, shared: _Shared, n: int = 1) -> None:
+        if not shared.take(self.caller, n):
+            self.due = None
+            self._take_back(shared)
+            await self._admission.take(shared, self.caller, REQUEST_S, n)
+        self._place, self._units = shared, n
+
+    def _vacate(self) -> None:
+        if self._place is not None:
+            place, self._place = self._place, None
+            place.give(self.caller, self._units)
+
+    def _expect(self) -> None:
+        """Limits the time of the request."""
+        self._admission.coming.add(self)
+        self.due = self._admission.clock() + REQUEST_S
 
     def _take_back(self, shared: _Shared) -> None:
         taken = shared.by_caller
@@ -412,9 +440,8 @@ class Slot:
         self._admission.note(nbytes)
         if nbytes > SMALL_BYTES:
             await self.place()
-        elif self._place is not None:
-            place, self._place = self._place, None
-            place.give(self.caller)
+        else:
+            self._vacate()
 
     def wait(self) -> bool:
         """Counts the call as waiting. Returns False if too many calls wait; then answer the call at once."""
@@ -460,8 +487,7 @@ class Slot:
         admission.slots.discard(self)
         admission.coming.discard(self)
         admission.by_kind[self._kind].give(self.caller)
-        if self._place is not None:
-            self._place.give(self.caller)
+        self._vacate()
         if self._held:
             admission.answers.give(self.caller, self._held)
         if self._waits:

@@ -223,7 +223,12 @@ class Rank:
         return b"".join(decompressed(one.data, FRAME_BYTES) if one.is_zstd else one.data for one in pieces)
 
     def _call(self, name: str, request: Any, wait_s: float = 0.0) -> Any:
-        answer = self._transport.call(getattr(self._transport.trainers, name), request, wait_s=wait_s)
+        method = getattr(self._transport.trainers, name)
+
+        def call(request: Any, timeout: float) -> Any:
+            return method(iter([request]) if name == "WriteColumns" else request, timeout=timeout)
+
+        answer = self._transport.call(call, request, wait_s=wait_s)
         self._heartbeats.beat(self._slot)
         return answer
 

@@ -36,7 +36,7 @@ def _read_tensors(data: bytes | memoryview) -> None:
 
 def _write_seeds() -> list[bytes]:
     request = trainer_pb2.WriteColumnsRequest(run="run", batch=3, mini_batch=1, rank=2, incarnation=1)
-    by_hand = columns_codec.encode(request, {"values": np.zeros(5, np.float32)})
+    [by_hand] = columns_codec.messages(request, tensor_file.encode({"values": np.zeros(5, np.float32)}))
     request.tensors = _tensor_seeds()[0]
     return [by_hand, request.SerializeToString()]
 
@@ -45,6 +45,7 @@ def _read_write(data: bytes) -> None:
     request = parsed(data, columns_codec.ColumnsRequest)
     assert len(request.tensors) <= len(data)
     _read_tensors(request.tensors)
+    assert len(columns_codec.part_of(data)) <= len(data)
 
 
 FRAMES = Target("zstd_frames", _seeds, changed_bytes, _read)

@@ -294,6 +294,7 @@ class WriteColumnsRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     run: builtins.str
     batch: builtins.int
     mini_batch: builtins.int
@@ -302,6 +303,8 @@ class WriteColumnsRequest(google.protobuf.message.Message):
     """The trainer's incarnation, as returned with the shard."""
     tensors: builtins.bytes
     """A safetensors file whose tensors have the names, shapes and dtypes that the shard's would have: whole columns."""
+    size_bytes: builtins.int
+    """The size of the file if further messages contain it, in parts; otherwise 0."""
     def __init__(
         self,
         *,
@@ -311,8 +314,9 @@ class WriteColumnsRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         incarnation: builtins.int = ...,
         tensors: builtins.bytes = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "incarnation", b"incarnation", "mini_batch", b"mini_batch", "rank", b"rank", "run", b"run", "tensors", b"tensors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "incarnation", b"incarnation", "mini_batch", b"mini_batch", "rank", b"rank", "run", b"run", "size_bytes", b"size_bytes", "tensors", b"tensors"]) -> None: ...
 
 global___WriteColumnsRequest = WriteColumnsRequest
 

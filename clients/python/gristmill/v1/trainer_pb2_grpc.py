@@ -55,7 +55,7 @@ class TrainerServiceStub(object):
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.FromString,
                 _registered_method=True)
-        self.WriteColumns = channel.unary_unary(
+        self.WriteColumns = channel.stream_unary(
                 '/gristmill.v1.TrainerService/WriteColumns',
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsResponse.FromString,
@@ -115,7 +115,7 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WriteColumns(self, request, context):
+    def WriteColumns(self, request_iterator, context):
         """Writes columns of `source: trainer` for one of the policy's shards, from any process. They are stored like rows;
         once every shard of the batch has every column, its train shards replace the forward shards.
 
@@ -123,6 +123,11 @@ class TrainerServiceServicer(object):
         columns of batches that still await some, and with another `dp_size` those of all batches. Values that are not of
         the shard's shape or the column's dtype, or not finite for a row's own tokens, are INVALID_ARGUMENT; a batch that
         waits for nothing is FAILED_PRECONDITION, one whose forward shards are not there yet UNAVAILABLE.
+
+        A call is one message, or, for tensors larger than `max_message_bytes`, several: the first has `size_bytes` and no
+        tensors, and each further message has the next part of `tensors` and nothing else, of at least 64 KiB but for the
+        last. A call that ends before its last part writes nothing. It may write eight times `max_message_bytes`, and at
+        most 900 MB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,7 +195,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.SerializeToString,
             ),
-            'WriteColumns': grpc.unary_unary_rpc_method_handler(
+            'WriteColumns': grpc.stream_unary_rpc_method_handler(
                     servicer.WriteColumns,
                     request_deserializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsResponse.SerializeToString,
@@ -314,7 +319,7 @@ class TrainerService(object):
             _registered_method=True)
 
     @staticmethod
-    def WriteColumns(request,
+    def WriteColumns(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -324,8 +329,8 @@ class TrainerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/gristmill.v1.TrainerService/WriteColumns',
             gristmill_dot_v1_dot_trainer__pb2.WriteColumnsRequest.SerializeToString,

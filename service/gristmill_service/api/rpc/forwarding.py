@@ -6,7 +6,7 @@ A call is forwarded only once. If it reaches a process that does not own the run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -55,10 +55,16 @@ class Forwarding:
         self._channels: dict[str, tuple[grpc.ChannelCredentials | None, grpc.aio.Channel]] = {}
         self._renewed: list[grpc.aio.Channel] = []
 
-    async def unary(self, path: str, request: bytes, owner: OwnedElsewhereError, context: Any) -> bytes:
+    async def unary(
+        self, path: str, request: bytes | Iterator[bytes], owner: OwnedElsewhereError, context: Any
+    ) -> bytes:
         """Returns the answer's bytes. Raises the owner's error as grpc.aio.AioRpcError, and UnavailableError if the
-        process is no longer the owner: a process that lost the run may hang and never answer."""
-        ask = self._channel(owner).unary_unary(path)
+        process is no longer the owner: a process that lost the run may hang and never answer.
+
+        request: its message, or all of its messages.
+        """
+        channel = self._channel(owner)
+        ask: Any = channel.unary_unary(path) if isinstance(request, bytes) else channel.stream_unary(path)
         call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
         answer: asyncio.Future[bytes] = asyncio.ensure_future(call)
         ignore_error(answer)

@@ -16,10 +16,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 import grpc
+import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF, AbortError, AioRpcError, InternalError, UsageError
 
+from gristmill._wire.codecs.columns_codec import ColumnsRequest, part_of
 from gristmill.errors import (
     GristmillError,
     InvalidArgumentError,
@@ -52,6 +54,12 @@ _SEARCHED_BYTES = 1 << 20
 
 _PART_BYTES = 1 << 20
 """The usual size of a part of a stream."""
+_LEAST_PART_BYTES = 64 << 10
+"""The smallest part of a request but the last, because each costs a turn of the event loop."""
+
+_MESSAGES_IN_PARTS, _MOST_IN_PARTS = 8, 900_000_000
+"""A request in parts may have this many times `max_message_bytes`, and this many bytes: SQLite's values have less than
+10^9."""
 
 _ATTRIBUTES = ("run", "batch", "mini_batch", "rank")
 _Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -132,7 +140,7 @@ class Call:
         self._is_read = False
         if data is EOF:
             return None
-        self.nbytes = len(data)
+        self.nbytes += len(data)
         return data  # type: ignore[no-any-return]
 
     def _end(self) -> None:
@@ -214,6 +222,8 @@ class Handling:
                 _describe(request)
             if method.call and api.gate.counts_calls:
                 self._check(method, slot, request)
+            if isinstance(request, ColumnsRequest) and request.size_bytes:
+                await self._read_parts(call, request)
             try:
                 if method.is_stream:
                     answer = await self._send(slot, method.answer(api, slot, request), context)
@@ -241,6 +251,40 @@ class Handling:
             await self._refuse(method, call, error, refused)
         finally:
             api.metrics.observe_call("grpc", method.name, status, time.monotonic() - start)
+
+    async def _read_parts(self, call: Call, request: ColumnsRequest) -> None:
+        """Reads the messages after the first one, which contain the request's tensors. Raises InvalidArgumentError."""
+        size, slot = request.size_bytes, call.slot
+        assert slot is not None
+        most = min(_MESSAGES_IN_PARTS * self._api.max_message_bytes, _MOST_IN_PARTS)
+        if not 0 < size <= most:
+            raise InvalidArgumentError(
+                f"run {request.run!r}: batch {request.batch} mini-batch {request.mini_batch} rank {request.rank}: "
+                f"size_bytes is {size}, and a column has at most {most} bytes, eight times max_message_bytes or 900 "
+                "MB; create the run with more mini-batches or ranks, which makes shards smaller, or raise "
+                "max_message_bytes"
+            )
+        if request.tensors or call.nbytes > SMALL_BYTES:
+            raise InvalidArgumentError(
+                f"the message with size_bytes has {call.nbytes} bytes; send the tensors in the messages after it"
+            )
+        await slot.place_parts(size)
+        # Uninitialized memory: what does not arrive is not used.
+        file, arrived = np.empty(size, np.uint8).data, 0
+        while arrived < size:
+            if (data := await call.read()) is None:
+                raise InvalidArgumentError(f"the call ended after {arrived} of {size} bytes; send all of them")
+            part = parsed(data, part_of)
+            if not min(_LEAST_PART_BYTES, left := size - arrived) <= len(part) <= left:
+                raise InvalidArgumentError(
+                    f"a part has {len(part)} bytes after {arrived} of {size} bytes; send parts of at least "
+                    f"{_LEAST_PART_BYTES} bytes, and in all size_bytes"
+                )
+            file[arrived : arrived + len(part)] = part
+            arrived += len(part)
+            slot.came_part(len(part))
+        await slot.came(size)
+        request.tensors = file
 
     async def _enter(self, method: Method, call: Call, metadata: Any) -> Slot:
         """Takes a slot and identifies the caller. Raises ResourceExhaustedError if the caller has too many slots or
@@ -297,7 +341,8 @@ class Handling:
             return await self._send(
                 call.slot, self._forwarding.stream(method.path, data, owner, call.context), call.context
             )
-        return await self._forwarding.unary(method.path, data, owner, call.context)
+        messages = request.messages() if isinstance(request, ColumnsRequest) else data
+        return await self._forwarding.unary(method.path, messages, owner, call.context)
 
     async def _send(self, slot: Slot, answers: AsyncIterator[bytes], context: Any) -> bytes:
         nbytes = 0

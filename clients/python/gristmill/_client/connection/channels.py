@@ -140,12 +140,17 @@ class Replicas:
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
         """Returns a callable with the arguments `request` and `timeout`."""
-        raise NotImplementedError
+        return self._answering(_binder("unary_unary", method, options))
+
+    def stream_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        """Returns a callable with the arguments `requests`, an iterator, and `timeout`."""
+        return self._answering(_binder("stream_unary", method, options))
 
     def begin(self, *method: Any, **options: Any) -> Callable[..., Begun]:
         """Returns a callable like that of `unary_unary`, except that it returns before the answer arrives."""
-        bind = _binder("unary_unary", method, options)
+        return self._beginning(_binder("unary_unary", method, options))
 
+    def _beginning(self, bind: Bind) -> Callable[..., Begun]:
         def call(request: Any, timeout: float) -> Begun:
             number, channel = self._current()
             named = self._named()
@@ -154,6 +159,9 @@ class Replicas:
         return call
 
     def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Begun:
+        raise NotImplementedError
+
+    def _answering(self, bind: Bind) -> Callable[..., Any]:
         raise NotImplementedError
 
     def _streaming(self, bind: Bind) -> Callable[..., Any]:
@@ -216,9 +224,7 @@ class Channels(Replicas):
 
     _library = grpc
 
-    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
-        bind = _binder("unary_unary", method, options)
-
+    def _answering(self, bind: Bind) -> Callable[..., Any]:
         def call(request: Any, timeout: float) -> Any:
             with self._attempt(bind) as bound:
                 return bound(request, timeout=timeout)
@@ -250,8 +256,8 @@ class AsyncChannels(Replicas):
 
     _library = grpc.aio
 
-    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Awaitable[Any]]:
-        begin = self.begin(*method, **options)
+    def _answering(self, bind: Bind) -> Callable[..., Awaitable[Any]]:
+        begin = self._beginning(bind)
 
         async def call(request: Any, timeout: float) -> Any:
             return await begin(request, timeout).answer()

@@ -35,7 +35,7 @@ SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
 """Called with bytes that `gristmill._wire.codecs.submit_codec` encodes."""
 
 WRITE_COLUMNS = "/gristmill.v1.TrainerService/WriteColumns"
-"""Called with bytes that `gristmill._wire.codecs.columns_codec` encodes."""
+"""Called with the messages of `gristmill._wire.codecs.columns_codec`."""
 
 
 class ForkGuard:
@@ -82,7 +82,7 @@ class Connection:
         self.submit_rows = channels.unary_unary(SUBMIT_ROWS, response_deserializer=answer)
         self.begin_submit_rows = channels.begin(SUBMIT_ROWS, response_deserializer=answer)
         lacking = trainer_pb2.WriteColumnsResponse.FromString
-        self.write_columns = channels.unary_unary(WRITE_COLUMNS, response_deserializer=lacking)
+        self.write_columns = channels.stream_unary(WRITE_COLUMNS, response_deserializer=lacking)
 
     async def ask(
         self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypedDict, Unpack, cast, overload
@@ -21,14 +22,19 @@ from gristmill._client.trainer.written_columns import write_requests
 from gristmill._torch.conversion import Conversion
 from gristmill._torch.rows import MiniBatch, Shard
 from gristmill._wire.addresses import MODELS, Position
+from gristmill._wire.codecs import columns_codec
 from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, tensor_names
 from gristmill._wire.rows import to_rows
-from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError, TooLargeError
+from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
 from gristmill.v1 import run_pb2, trainer_pb2
 
 if TYPE_CHECKING:
     import torch
+
+
+# An attempt to write a column may take longer by the column's size at this rate.
+_WRITTEN_BYTES_PER_S = 8 << 20
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -430,23 +436,20 @@ class TrainerClient(Generic[S]):
 
         Idempotent. Does nothing if the shard is not a forward shard, because it already has its columns. Raises
         AlreadyExistsError if this incarnation wrote other values before (after `load_state_dict` all columns are
-        written again), and StaleIncarnationError if a newer incarnation exists. A column of a shard may have at most
-        `--max-message-bytes` of the service.
+        written again), and StaleIncarnationError if a newer incarnation exists. Each column is stored completely
+        or not at all. A column of a shard may have eight times `--max-message-bytes` of the service.
         """
         self._transport.check_usable()
         written = self._columns.written
-        for name, request, data in write_requests(
+        for name, request, file in write_requests(
             shard, columns, written, self.run, self._order.incarnation, self._order.dp_size
         ):
-            try:
-                self._transport.call(self._transport.write_columns, data)
-            except TooLargeError as error:
-                raise InvalidArgumentError(
-                    f"run {self.run!r}: {shard.position}: {name} has {len(data)} bytes, and a column of a shard is "
-                    f"written whole ({error}); start the service with --max-message-bytes {len(data)} or more, or "
-                    "create the run with more mini-batches or ranks, which makes shards smaller"
-                ) from None
+            send = partial(self._send_columns, request)
+            self._transport.call(send, file, wait_s=len(file) // _WRITTEN_BYTES_PER_S)
             self._reader.kept.wrote(request, name)
+
+    def _send_columns(self, request: trainer_pb2.WriteColumnsRequest, file: bytes, timeout: float) -> None:
+        self._transport.write_columns(columns_codec.messages(request, file), timeout=timeout)
 
     def rows(self, batch: int) -> list[dict[str, Any]]:
         """Return the rows of a sealed batch in the form in which `submit` accepts them, in the batch's order, so that a

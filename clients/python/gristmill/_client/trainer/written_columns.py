@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gristmill._torch.rows import Shard
-from gristmill._wire.codecs import columns_codec
+from gristmill._wire.codecs import tensor_file
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
@@ -20,7 +20,7 @@ def write_requests(
     shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int, dp_size: int
 ) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest, bytes]]:
     """Yield a request for each column to write for a shard: the column's name, the request without its tensors, and the
-    encoded request with its tensors. Yields nothing for a shard that already has its columns.
+    safetensors file with them. Yields nothing for a shard that already has its columns.
 
     written: the columns that trainers of the run write. dp_size: the trainer's current number of ranks. Raises
     InvalidArgumentError naming the column.
@@ -60,7 +60,7 @@ def write_requests(
             rank=metadata["rank"],
             incarnation=incarnation,
         )
-        yield name, request, columns_codec.encode(request, _tensors(shard, written[name], column_values))
+        yield name, request, tensor_file.encode(_tensors(shard, written[name], column_values))
 
 
 def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:

@@ -1,38 +1,60 @@
-"""Encodes and decodes WriteColumnsRequest without protobuf's copies of its tensors.
+"""Encodes and decodes the messages of WriteColumns without protobuf's copies of large tensors.
 
-The encoding is protobuf's, so other protobuf libraries can read these requests, and this module can read theirs.
-Tensors are copied once by the writer and not by the reader, while protobuf's classes copy them four times.
+The encoding is protobuf's, so other protobuf libraries can read these messages, and this module can read theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from gristmill._wire.codecs import tensor_file
-from gristmill._wire.codecs.varints import LENGTH_BYTES, read_varint, varint
-from gristmill._wire.columns import Array
+from gristmill._wire.codecs.varints import read_varint, varint
 from gristmill.v1 import trainer_pb2
 
 _VARINT, _LENGTH_DELIMITED = 0, 2
 _TENSORS = trainer_pb2.WriteColumnsRequest.DESCRIPTOR.fields_by_name["tensors"].number << 3 | _LENGTH_DELIMITED
 _ALIGNMENT = 8
 
+PART_BYTES = 1 << 20
+"""The size of a part. Large enough to be fast, and smaller than the usual `max_message_bytes`."""
 
-def encode(request: trainer_pb2.WriteColumnsRequest, tensors: Mapping[str, Array]) -> bytes:
-    """Encodes a request with these tensors. They start at a multiple of 8 bytes, so that the reader need not copy them.
 
-    request: the request without tensors.
+def messages(request: trainer_pb2.WriteColumnsRequest, file: bytes | memoryview) -> Iterator[bytes]:
+    """Yields the messages that write a safetensors file: one, or several for a large file.
+
+    request: the request without its tensors.
     """
-    small, tag = request.SerializeToString(), varint(_TENSORS)
-    file = tensor_file.pieces(tensors, len(small) + len(tag) + LENGTH_BYTES)
-    return b"".join([small, tag, varint(sum(map(len, file)), LENGTH_BYTES), *file])
+    if len(file) <= PART_BYTES:
+        yield request.SerializeToString() + _tensors(file)
+        return
+    head = trainer_pb2.WriteColumnsRequest(size_bytes=len(file))
+    head.MergeFrom(request)
+    yield head.SerializeToString()
+    yield from parts(file)
+
+
+def parts(file: bytes | memoryview) -> Iterator[bytes]:
+    """Yields the messages after the first one of a file in parts."""
+    view = memoryview(file)
+    for start in range(0, len(view), PART_BYTES):
+        yield _tensors(view[start : start + PART_BYTES])
+
+
+def part_of(data: bytes) -> memoryview:
+    """Returns the tensors of a message, a view if possible. Raises google.protobuf.message.DecodeError for invalid
+    bytes."""
+    small, begin, end = _cut(data)
+    return memoryview(data)[begin:end] if end else memoryview(trainer_pb2.WriteColumnsRequest.FromString(small).tensors)
 
 
 class ColumnsRequest:
-    """A received request. tensors: a safetensors file, a view of the request if possible."""
+    """A received request: its only message, or the first of several, whose tensors are assigned later.
+
+    tensors: a safetensors file, a view of the message if possible.
+    """
 
     def __init__(self, data: bytes) -> None:
-        """Decodes the request. Raises google.protobuf.message.DecodeError for invalid bytes."""
+        """Decodes the message. Raises google.protobuf.message.DecodeError for invalid bytes."""
         self._data = data
         small, begin, end = _cut(data)
         request = trainer_pb2.WriteColumnsRequest.FromString(small)
@@ -40,10 +62,17 @@ class ColumnsRequest:
         if end and (begin + tensor_file.begin_of_data(self.tensors)) % _ALIGNMENT:
             self.tensors = memoryview(bytes(self.tensors))
         self.run, self.batch, self.mini_batch = request.run, request.batch, request.mini_batch
-        self.rank, self.incarnation = request.rank, request.incarnation
+        self.rank, self.incarnation, self.size_bytes = request.rank, request.incarnation, request.size_bytes
 
-    def SerializeToString(self) -> bytes:  # noqa: N802  the interface of protobuf's messages
-        return self._data
+    def messages(self) -> Iterator[bytes]:
+        """Yields the messages again, to forward them."""
+        yield self._data
+        if self.size_bytes:
+            yield from parts(self.tensors)
+
+
+def _tensors(file: bytes | memoryview) -> bytes:
+    return b"".join((varint(_TENSORS), varint(len(file)), file))
 
 
 def _cut(data: bytes) -> tuple[bytes, int, int]:

@@ -29,15 +29,7 @@ _HEAD, _LONGEST_HEADER, _MOST_AXES = 8, 1 << 20, 16
 
 
 def encode(tensors: Mapping[str, Array]) -> bytes:
-    """Returns the bytes of a file with these tensors."""
-    return b"".join(pieces(tensors))
-
-
-def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryview]:
-    """Returns the file's bytes in pieces, without copying tensors.
-
-    begin: the offset of the file in the enclosing message. Tensors begin at a multiple of 8 bytes of the message.
-    """
+    """Returns the bytes of a file with these tensors, which begin at a multiple of 8 bytes."""
     entries: dict[str, Any] = {}
     offset = 0
     for name, values in tensors.items():
@@ -45,8 +37,8 @@ def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryv
         entries[name] = {"dtype": NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [offset, end]}
         offset = end
     header = json.dumps(entries).encode()
-    header += b" " * (-(begin + len(header)) % _HEAD)
-    return [len(header).to_bytes(_HEAD, "little"), header, *map(bytes_of, tensors.values())]
+    header += b" " * (-len(header) % _HEAD)
+    return b"".join((len(header).to_bytes(_HEAD, "little"), header, *map(bytes_of, tensors.values())))
 
 
 def begin_of_data(file: bytes | memoryview) -> int:
