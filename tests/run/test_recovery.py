@@ -223,7 +223,7 @@ def test_a_batch_larger_than_all_of_memory_is_built_by_a_process_that_has_more(
     one.submit(*group_rows("a"))
     one.make_batches()
     assert one.run.batch(0).state is BatchState.PENDING
-    assert re.search(r"batch 0 waits: .* has \d+ bytes, and 100 of 100 bytes", one.run.blocked_reason)
+    assert re.search(r"^run 'run': batch 0 waits: it has \d+ bytes, and 100 of 100 bytes", one.run.blocked_reason)
     monkeypatch.setattr(memory, "memory_room", lambda: MemoryRoom(1 << 20, 1 << 20))
     one.die()
     one.make_batches()

@@ -336,7 +336,9 @@ class BatchBuilder:
         """seconds: the length of the attempt. Building a large batch over and over must not occupy a core."""
         is_new, number = not self.blocked_reason, job.number
         self.retry_at = self._clock() + max(RETRY_S if job.rows else _RETRY_READING_S, _PAUSES * seconds)
-        self.blocked_reason = f"run {self._name!r}: batch {number} waits: {error}"
+        # Stores name the run and the batch, too.
+        where = f"run {self._name!r}: batch {number}"
+        self.blocked_reason = f"{where} waits: {str(error).replace(f'{where} ', 'it ', 1)}"
         if is_new:
             _log.warning("batch waits", run=self._name, batch=number, reason=str(error))
 

@@ -94,6 +94,16 @@ def test_what_a_reward_function_adds_is_refused_until_it_is_named_and_is_absent_
     ]
 
 
+def test_numbers_are_read_from_arrays_of_objects_and_text_is_no_column() -> None:
+    batch = verl_batch()
+    batch.non_tensor_batch["turn_scores"] = np.array([[0, 1], [1, 1], [1, 0]], object)
+    rows = from_verl(batch, columns=["turn_scores"], ignore=ROUTES)
+    assert [row["turn_scores"].tolist() for row in rows] == [[0, 1], [1, 1], [1, 0]]
+    batch.non_tensor_batch["data_source"] = np.array(["math", "math", "code"], object)
+    with pytest.raises(InvalidArgumentError, match="row 0 .*: data_source is not an array of numbers; pass numbers"):
+        from_verl(batch, columns=["data_source"], ignore=ROUTES)
+
+
 def test_images_are_columns_of_the_rows_that_have_them() -> None:
     batch = verl_batch()
     batch.non_tensor_batch["multi_modal_inputs"][0] = {"pixel_values": torch.ones(2, 3)}

@@ -16,10 +16,13 @@ def array_of(values: Any, name: str, where: str) -> Array:
     """Return the values as an array. Raises InvalidArgumentError if they are not an array of numbers."""
     try:
         array = np.asarray(plain(values, name, where))
+        if array.dtype == object:
+            # verl's arrays of entries may be of objects, also where all are numbers.
+            array = np.asarray(array.tolist())
     except ValueError:
         array = np.empty(0, object)
     if array.dtype.kind not in "iufb":
-        raise InvalidArgumentError(f"{where}: {name} is not an array of numbers; pass a list, an array or a CPU tensor")
+        raise InvalidArgumentError(f"{where}: {name} is not an array of numbers; pass numbers, as a list, an array or a CPU tensor")
     return array
 
 
