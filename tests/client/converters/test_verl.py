@@ -100,7 +100,7 @@ def test_numbers_are_read_from_arrays_of_objects_and_text_is_no_column() -> None
     rows = from_verl(batch, columns=["turn_scores"], ignore=ROUTES)
     assert [row["turn_scores"].tolist() for row in rows] == [[0, 1], [1, 1], [1, 0]]
     batch.non_tensor_batch["data_source"] = np.array(["math", "math", "code"], object)
-    with pytest.raises(InvalidArgumentError, match="row 0 .*: data_source is not an array of numbers; pass numbers"):
+    with pytest.raises(InvalidArgumentError, match=r"row 0 .*: data_source is not an array of numbers; pass numbers"):
         from_verl(batch, columns=["data_source"], ignore=ROUTES)
 
 

@@ -22,7 +22,9 @@ def array_of(values: Any, name: str, where: str) -> Array:
     except ValueError:
         array = np.empty(0, object)
     if array.dtype.kind not in "iufb":
-        raise InvalidArgumentError(f"{where}: {name} is not an array of numbers; pass numbers, as a list, an array or a CPU tensor")
+        raise InvalidArgumentError(
+            f"{where}: {name} is not an array of numbers; pass numbers, as a list, an array or a CPU tensor"
+        )
     return array
 
 
