@@ -99,7 +99,7 @@ def test_a_client_learns_what_became_of_every_group(service: Service, run_name: 
         "a": ("sealed", 0, ""),
         "b": ("sealed", 0, ""),
         "c": ("dropped", None, "bad prompt"),
-        "d": ("open", None, ""),
-        "e": ("open", None, ""),
+        "d": ("open", None, "samples not begun: 2"),
+        "e": ("open", None, "samples not begun: 2"),
     }
     assert [uid for uid, group in sorted(groups.items()) if group.is_consumed] == ["a", "b", "c"]

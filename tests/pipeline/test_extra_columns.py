@@ -273,7 +273,11 @@ def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before
     [
         ({"dtype": "int16", "scope": "token"}, [1, 2, 3], r"uid 'a' sample 0 step 0: x has 3 values; send 2"),
         ({"dtype": "int16", "scope": "response"}, [1, 2], r"x has 2 values; send 1, one per response token"),
-        ({"dtype": "int16", "scope": "token", "shape": [2]}, [1, 2], r"x has values of shape \[\], .* declares \[2\]"),
+        (
+            {"dtype": "int16", "scope": "token", "shape": [2]},
+            [1, 2],
+            r"x has values of shape \[\], .* shape \[2\] for each",
+        ),
         ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, but the column's dtype int8 has the range -128..127"),
         ({"dtype": "int8", "scope": "row"}, 0.5, r"x has float64 values, but the column declares int8"),
         ({"dtype": "bool", "scope": "row"}, 2, r"x has int64 values, but the column declares bool"),

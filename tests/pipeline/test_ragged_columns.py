@@ -134,7 +134,7 @@ def test_lists_are_given_one_by_one_or_as_values_and_offsets(values: Row) -> Non
         *(
             (
                 {"mask": [7], "mask_offsets": offsets},
-                "mask_offsets does not split the 1 values of mask by token; send the start",
+                "mask_offsets does not split the 1 values of mask by token; send the index where each token's",
             )
             for offsets in ([0, 1, 1, 2], [1, 1, 1, 1], [0, 1, 0, 1], [0, 2**63 - 1, -2, 1], [])
         ),

@@ -254,5 +254,8 @@ def test_an_answer_says_the_same_whole_and_streamed(language: str, data: st.Data
     form = FORMS[language]({"contents": []} if language == "contents" else {})
     message = {"role": "assistant", **answer, "tool_calls": calls_of(answer)}
     expected = [*filter(None, (answer["reasoning"], answer["content"])), *answer["tool_calls"]]
+    if language == "responses" and not answer["content"] and not answer["tool_calls"]:
+        # Agents send back only items, so that there is one.
+        expected.append("")
     assert said(language, json.loads(orjson.dumps(form.whole(completion(message=message))))) == expected
     assert said(language, streamed(form, [*deltas(data, answer)])) == expected

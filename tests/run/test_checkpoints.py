@@ -115,7 +115,7 @@ def rolled_back(bench: Bench, keep: int) -> Bench:
     again = Bench.__new__(Bench)
     again.__dict__.update(bench.__dict__)
     again.log = RolledBackLog(bench.log.records[:keep], b"{}", bench.log.generation)
-    again.log.retain = lambda numbers, check: set()
+    again.log.retain = lambda numbers: set()
     again.reopen()
     return again
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import orjson
 
+from gristmill._engines import samples
 from gristmill._engines.events import DONE, Event
 from gristmill._engines.refusals import refuse
-from gristmill.completions import Sampled, checked_choice
+from gristmill.completions import Sampled
 from gristmill_recorder.engines.vllm import VLLM
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.language import Asking, Document, Stream
@@ -71,7 +72,7 @@ class OwnRouteForm(ABC):
     def sampled(self, tokens: list[int], logprobs: Sequence[Any], stop_reason: str) -> list[Sampled]:
         """Returns the answer with these tokens, if it has any."""
         used = logprobs if self._asking.logprobs else None
-        return [checked_choice(self._prompt, tokens, used, stop_reason, "the answer")] if tokens else []
+        return [samples.checked(self._prompt, tokens, used, stop_reason, "the answer")] if tokens else []
 
     def whole(self, answer: Document) -> Document:
         return self.strip(answer)

@@ -19,7 +19,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.estimators import ESTIMATORS, GroupEstimator
 from gristmill_service.pipeline.rows.filters import trained_steps
-from gristmill_service.pipeline.rows.merge import row_loss_tokens
+from gristmill_service.pipeline.rows.merge import ones, row_loss_tokens
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 MOST_ROWS = 1 << 16
@@ -34,15 +34,18 @@ _decoder = msgspec.msgpack.Decoder(tuple[list[list[int]], list[float]])
 
 
 def outline_of(scored: ScoredBatch, config: RunConfig) -> bytes:
-    """Returns a batch's outline; empty for a batch with more than `MOST_ROWS`, or with other properties of rows by
-    which they are scheduled or compared."""
+    """Returns a batch's outline; empty for a batch with more than `MOST_ROWS`, with other properties of rows by which
+    they are scheduled or compared, or with trained tokens that no row keeps (`retokenized_tail`): `opo` counts them."""
     received, rows = scored.received, scored.rows
     if not 0 < len(rows) <= MOST_ROWS or scored.costs is not None or scored.partitions is not None or received.agents:
         return b""
     trained, _ = trained_steps(received, scored.scores, config.model_copy(update={"zero_variance_filter": None}))
+    loss_tokens = row_loss_tokens(rows, received.steps.loss_mask, trained)
+    if loss_tokens.sum() != ones(received.steps.loss_mask)[trained].sum():
+        return b""
     columns = (
         *(np.diff(received.group_bounds), scored.behind, np.bincount(rows.trajectories, minlength=len(scored.scores))),
-        *(rows.prompt_lengths, rows.response_lengths, row_loss_tokens(rows, received.steps.loss_mask, trained)),
+        *(rows.prompt_lengths, rows.response_lengths, loss_tokens),
     )
     lists = [column.tolist() for column in columns], scored.scores.tolist()
     return zlib.compress(msgspec.msgpack.encode(lists), 1)

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from gristmill._engines import samples
 from gristmill.aio import AsyncRolloutClient
-from gristmill.completions import checked_choice
 from gristmill.environments.feeding import Feeder, Progress, Prompt, Rollout, RunShape
 from gristmill.errors import FailedPreconditionError, UnsupportedError
 
@@ -132,7 +132,7 @@ def _step(trace: Any, node: Any, stop_reason: str, *, takes_masks: bool) -> Row:
     logprobs = np.asarray(node.logprobs).tolist() or None
     # 0.4.0 does not have the versions of the weights.
     spans = [span.model_dump() for span in getattr(node, "weight_versions", None) or ()]
-    choice = checked_choice([], tokens[mask].tolist(), logprobs, stop_reason, "a model call", spans)
+    choice = samples.checked([], tokens[mask].tolist(), logprobs, stop_reason, "a model call", spans)
     row = {
         "reward": 0.0,
         "prompt_token_ids": np.concatenate([*before, tokens[:start]]),
