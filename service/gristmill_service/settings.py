@@ -142,7 +142,11 @@ class Settings(BaseSettings):
         "(before each answer), interval (every second), never.",
     )
     max_message_bytes: ByteSize = Field(
-        ByteSize(64 << 20), gt=0, description="The largest message, compressed or not (64MiB, 1GiB, or bytes)."
+        ByteSize(64 << 20),
+        gt=0,
+        # Rows of a message are one value in SQLite, which may have 10^9 bytes.
+        le=900_000_000,
+        description="The largest message, compressed or not (64MiB, 256MiB, or bytes), at most 900 MB.",
     )
     max_row_bytes: ByteSize = Field(
         ByteSize(8 << 30),

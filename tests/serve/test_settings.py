@@ -78,6 +78,7 @@ def test_store_names_the_stores_that_are_not_given(
     ("flags", "environment", "message"),
     [
         ({"max_waiters": 0}, {}, "--max-waiters: max_waiters is 0: input should be greater than 0"),
+        ({"max_message_bytes": "1GiB"}, {}, "max_message_bytes is '1GiB': input should be less than or equal to 9"),
         ({}, {"GRISTMILL_MAX_WAITERS": "many"}, "GRISTMILL_MAX_WAITERS: max_waiters is 'many'"),
         ({"grpc_address": "localhost"}, {}, "--grpc-address: grpc_address is 'localhost': expected HOST:PORT"),
         ({"http_address": "127.0.0.1:99999"}, {}, "expected HOST:PORT with a port of 0..65535"),
