@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
+from gristmill.errors import InvalidArgumentError, ResourceExhaustedError, StaleIncarnationError
 from gristmill_service.monitoring.health.health import health
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.resume import Checkpoint
@@ -275,6 +275,16 @@ class TestRestarts:
         bench.run.begin("policy", [0])
         ask(bench, 1)
         assert fill(bench) == 1
+
+    def test_an_earlier_trainer_that_asks_again_is_superseded_also_where_its_rank_is_gone(self) -> None:
+        bench = paced(dp_size=2)
+        first = bench.run.resume("policy", Checkpoint(None), "first").incarnation
+        bench.run.batch(0, [1], "policy", first)
+        bench.run.resume("policy", Checkpoint(None), "second", 1)
+        for rank in range(2):
+            with pytest.raises(StaleIncarnationError, match="the trainer was resumed elsewhere"):
+                bench.run.batch(5, [rank], "policy", first)
+        assert bench.run._writer.asked == {}
 
     def test_other_ranks_ask_again(self) -> None:
         bench = paced()

@@ -246,10 +246,11 @@ async def get_batch(
 ) -> tuple[BatchAnswer, ShardAnswer | None]:
     """Waits for a batch. Returns its state and shard. wanted: the shard to return once it is published."""
     opened = await api.runs.get(run)
+    incarnation = wanted.incarnation if wanted is not None and wanted.model == trains else 0
     question = Question(
         opened,
         lambda: waiters.batch_is_settled(batch),
-        lambda: opened.batch(batch, ranks, trains),
+        lambda: opened.batch(batch, ranks, trains, incarnation),
         lambda answer: answer.state is not BatchState.PENDING,
     )
     answer = await api.long_poll.ask(question, wait_s, slot)

@@ -235,14 +235,16 @@ class Run:
     async def announce(self, version: int) -> None:
         await self._execute(lambda view: progress.announce(view.state, version))
 
-    async def batch(self, number: int, ranks: Collection[int] = (), trains: Model | None = None) -> BatchAnswer:
+    async def batch(
+        self, number: int, ranks: Collection[int] = (), trains: Model | None = None, incarnation: int = 0
+    ) -> BatchAnswer:
         """Returns a batch's state. ranks: the ranks for which the answer lists missing columns; empty for all. trains:
-        the model whose ranks want to train the batch; None if the caller only reads."""
+        the model whose ranks want to train the batch, as this incarnation; None if the caller only reads."""
 
         def look_up(state: State) -> tuple[BatchState, list[ColumnPlace]]:
             if trains is not None:
                 for rank in set(ranks):
-                    progress.check_rank(state, trains, rank)
+                    progress.check_caller(state, trains, rank, incarnation)
             batch_state = progress.batch_state(state, number)
             if trains is not None and batch_state is BatchState.PENDING:
                 progress.check_not_ahead(state, trains, ranks, number)
