@@ -154,9 +154,9 @@ class Screen:
 
 
 @contextmanager
-def on_terminal(*arguments: object) -> Iterator[Screen]:
+def on_terminal(*arguments: object, width: int = 160) -> Iterator[Screen]:
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (40, 160))
+    termios.tcsetwinsize(theirs, (40, width))
     # The first terminal that the leader of a session opens is its own, so that Ctrl-C reaches it as from a keyboard.
     command = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(theirs), GRISTMILL, *map(str, arguments)]
     process = subprocess.Popen(command, env=environment(TERM="xterm"), start_new_session=True)

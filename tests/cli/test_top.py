@@ -42,6 +42,16 @@ def test_it_goes_on_until_it_is_ended_and_leaves_the_terminal_as_it_was(
     assert "Traceback" not in screen.text
 
 
+def test_a_narrow_terminal_shows_the_names_of_runs_and_leaves_out_figures(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name)
+    with on_terminal("top", "--address", service.grpc_address, width=80) as screen:
+        screen.until("a wider terminal also shows")
+        screen.until(run_name)
+        screen.press("q")
+        assert screen.ended() == 0
+    assert "stored, rows, rows/s" in screen.text
+
+
 def test_it_says_that_the_service_is_unreachable_and_goes_on_when_it_is_back(
     start_service: StartService, tmp_path: Path
 ) -> None:

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from gristmill.errors import DeadlineExceededError, GristmillError, UnavailableError
 
 NEEDS_PERSON, UNREACHABLE = 1, 2
+_LEAST_COLUMNS, _UNLIMITED = 2, 1 << 16
 
 messages = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -21,6 +24,27 @@ messages = Console(stderr=True, highlight=False, soft_wrap=True)
 def screen(pipe_width: int = 140) -> Console:
     """Returns a console on standard output. pipe_width: the width in a pipe or a log, where no column may be cut."""
     return Console(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
+
+
+class FittingTable:
+    """A table that leaves out the last columns for which a terminal is too narrow, and names them. Otherwise Rich would
+    shorten all columns, down to a letter of each run's name."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, left_out = self._table.columns, list[str]()
+        unlimited = options.update(max_width=_UNLIMITED)
+        while (
+            console.is_terminal
+            and len(columns) > _LEAST_COLUMNS
+            and console.measure(self._table, options=unlimited).maximum > options.max_width
+        ):
+            left_out.insert(0, str(columns.pop().header))
+        yield self._table
+        if left_out:
+            yield Text(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.cli.checks import trust
-from gristmill_service.cli.terminal import printable, screen
+from gristmill_service.cli.terminal import FittingTable, printable, screen
 
 
 def alternatives_of_run(url: str, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def print_alternatives(alternatives: Sequence[Mapping[str, Any]], as_json: bool)
         print(json.dumps({"alternatives": alternatives}))
         return
     output = screen(160)
-    output.print(alternatives_table(alternatives))
+    output.print(FittingTable(alternatives_table(alternatives)))
     for figures in alternatives:
         if figures["reason"]:
             output.print(Text(printable(f"{figures['setting'] or _OWN}: {figures['reason']}")))

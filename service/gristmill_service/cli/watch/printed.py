@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gristmill.v1 import run_pb2
-from gristmill_service.cli.terminal import counted, printable
+from gristmill_service.cli.terminal import FittingTable, counted, printable
 from gristmill_service.cli.watch.service_client import Replica, Run, Snapshot
 
 Json = dict[str, Any]
@@ -49,7 +49,7 @@ def overview(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> Re
         for run in snapshot.runs
         if run.needs_person
     ]
-    return Group(_replicas(snapshot.replicas), table, *reasons)
+    return Group(_replicas(snapshot.replicas), FittingTable(table), *reasons)
 
 
 def details(snapshot: Snapshot) -> RenderableType:
