@@ -173,6 +173,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "set max_seq_len"),
         ({"min_samples": 5}, "min_samples: 5 exceeds n_samples_per_prompt: 4"),
         ({"max_samples_per_prompt": 3}, "max_samples_per_prompt: 3 is less than n_samples_per_prompt: 4"),
+        ({"overlong_filter": "length"}, "overlong_filter: input should be a list, got 'length'"),
         ({"surplus": -1}, "surplus: input should be greater than or equal to 0, got -1"),
         ({"tag_timeout_s": 5.0}, "tag_timeout_s: 5 limits how long a batch waits for tag_shares, which is not set"),
         ({"tag_shares": {"a": {"min": 0.6}, "b": {"min": 0.5}}}, "shares of 'a', 'b' add up to 1.1, more than 1"),
@@ -614,6 +615,8 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
     [
         ({}, []),
         ({"grpo_epsilon": 1e-4}, []),
+        ({"loss_reduction_over": "trained"}, ["loss_reduction_over: trained has no effect: it is read with"]),
+        ({"loss_reduction_over": "trained", "loss_reduction": "prompt_mean"}, []),
         ({"gamma": 0.9}, ["gamma: 0.9 has no effect: it is read with advantage_estimator: gae or reinforce++ alone"]),
         ({"lambda": 0.9}, ["lambda: 0.9 has no effect: it is read with advantage_estimator: gae alone"]),
         ({"lambda": {"length_adaptive": 0.1}}, ["lambda: {'length_adaptive': 0.1} has no effect: it is read with"]),
@@ -632,7 +635,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"critic_lambda": None}, []),
         (
             {"bootstrap": {"column": "v", "stop_reasons": ["length"]}},
-            ["bootstrap: {'column': 'v', 'stop_reasons': ('length',)} has no effect: it is read with"],
+            ["bootstrap: {'column': 'v', 'stop_reasons': ['length']} has no effect: it is read with"],
         ),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "passk"}, []),
         ({"grpo_std_over": "batch"}, []),

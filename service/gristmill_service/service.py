@@ -133,7 +133,8 @@ class Service:
         period."""
         _log.info("shutting down", waiting=self.long_poll.count)
         if self._settings.run_store == "memory" and (names := [run.name for run in self.runs.own()]):
-            _log.warning("runs lost, as they are only in memory; journal_dir keeps runs", runs=names[:_NAMED_RUNS])
+            lost = "runs lost, as they are only in memory; journal_dir keeps runs"
+            _log.warning(lost, count=len(names), runs=names[:_NAMED_RUNS])
         await self._opened.aclose()
         _log.info("closed")
 

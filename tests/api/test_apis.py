@@ -148,7 +148,7 @@ def test_a_group_says_why_it_is_not_complete(api: Api, run: str) -> None:
     api.submit(run, [row("a", 0, reward=None), row("b", 0) | {"is_last_step": False}])
     assert {one["uid"]: one["reason"] for one in api.groups(run)} == {
         "a": "samples without a reward: 1, not begun: 1",
-        "b": "samples without their last step or one before it: 1, not begun: 1",
+        "b": "samples without their last step or an earlier one: 1, not begun: 1",
     }
 
 

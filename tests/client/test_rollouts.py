@@ -94,6 +94,15 @@ def test_components_of_rewards_come_with_the_last_step_and_reach_the_micro_batch
     assert (shard["advantages"] != 0).all()
 
 
+def test_warnings_about_settings_are_logged_for_callers_that_ignore_what_create_run_returns(
+    service: Service, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        (warning,) = client.create_run(CONFIG | {"gamma": 0.9})
+    assert warning.startswith("gamma: 0.9 has no effect")
+    assert f"run {run_name!r}: {warning}" in caplog.messages
+
+
 def test_a_step_of_a_group_that_the_client_did_not_begin_warns_once(
     service: Service, run_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -204,13 +204,13 @@ def test_a_run_says_why_its_groups_are_not_complete(watched: Make) -> None:
             step_wise=True,
         )
     )
-    of_a = "samples without a reward: 1, without their last step or one before it: 2"
+    of_a = "samples without a reward: 1, without their last step or an earlier one: 2"
     assert [group.reason for group in one.health().open_groups] == [
         of_a,
         "samples without a reward: 1, not begun: 3",
     ]
     assert one.health().summary == (
-        "2 groups are open, 0 complete; samples without a reward: 2, without their last step or one before it: 2, "
+        "2 groups are open, 0 complete; samples without a reward: 2, without their last step or an earlier one: 2, "
         "not begun: 3"
     )
     one.after(400)

@@ -338,16 +338,16 @@ class TestWaiting:
         bench.submit(*group_rows("u0"), *group_rows("u1"))
         bench.make_batches()
         assert refusal(bench) == (
-            f"{limit}2 are open, and 2 in sealed batches; wait until policy ranks 0, 1 acknowledged batch 0, or raise "
-            "max_batches_ahead"
+            f"{limit}2 are open, and 2 in sealed batches; wait until policy ranks 0, 1 have acknowledged batch 0, or "
+            "raise max_batches_ahead"
         )
         bench.run.acknowledge("policy", 0, Position(0), 0, commit=True)
-        assert "wait until policy rank 1 acknowledged batch 0" in refusal(bench)
+        assert "wait until policy rank 1 has acknowledged batch 0" in refusal(bench)
         bench.run.acknowledge("policy", 1, Position(0), 0, commit=True)
         ask(bench, 1, 1)
         assert (
-            "batch 0 is acknowledged, and counts as trained when a policy version is announced, or policy rank 0 asked "
-            "for a later batch; wait for either, or raise max_batches_ahead"
+            "batch 0 is acknowledged, and counts as trained when a policy version is announced, or policy rank 0 has "
+            "asked for a later batch; wait for either, or raise max_batches_ahead"
         ) in refusal(bench)
 
     def test_health_says_what_a_run_waits_for(self) -> None:
@@ -358,4 +358,4 @@ class TestWaiting:
         found = health(bench.run).findings[0]
         assert found.level == "stuck"
         assert "max_batches_ahead: 0 allows 1 untrained group: " in found.text
-        assert "when a policy version is announced, or policy rank 0 asked for a later batch" in found.text
+        assert "when a policy version is announced, or policy rank 0 has asked for a later batch" in found.text

@@ -86,7 +86,7 @@ def test_submissions_are_logged_only_where_that_is_asked_for(start_service: Star
     events = [line["event"] for line in lines(service)]
     lost = "runs lost, as they are only in memory; journal_dir keeps runs"
     assert events == ["ready", "batch sealed", "batch published", "shutting down", lost, "closed"]
-    assert [line["runs"] for line in lines(service) if line["event"] == lost] == [["run"]]
+    assert [(line["count"], line["runs"]) for line in lines(service) if line["event"] == lost] == [(1, ["run"])]
 
 
 def test_a_sealed_batch_names_its_first_groups(start_service: StartService) -> None:

@@ -151,5 +151,7 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
             yield f"{name} is required; set it"
         elif item["type"] == "float_type" and isinstance(value, int) and not isinstance(value, bool):
             yield f"{name}: input should be less than or equal to {FLOAT64_MAX}, got {shown(value)}"
+        elif item["type"] == "tuple_type":
+            yield f"{name}: input should be a list, got {shown(value)}"
         else:
             yield f"{name}: {item['msg'].lower()}, got {shown(value)}"

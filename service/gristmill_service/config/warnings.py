@@ -49,6 +49,8 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         yield f"grpo_epsilon: {config.grpo_epsilon} has no effect: it is read with rloo_norm_by_std: true alone"
     if config.grpo_std_over == "batch" and not config.grpo_norm_by_std:
         yield "grpo_std_over: batch has no effect: it is read with grpo_norm_by_std: true alone"
+    if config.loss_reduction_over == "trained" and config.loss_reduction == "none":
+        yield "loss_reduction_over: trained has no effect: it is read with a loss_reduction other than none alone"
     kl = config.kl_in_reward
     if config.kl_from != SETTINGS["kl_from"].default and (kl is None or kl.estimator is None):
         yield f"kl_from: {config.kl_from} has no effect: it is read only with kl_in_reward: {{estimator: ...}}"
@@ -57,7 +59,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
 def _plain(value: object) -> object:
     """Returns a setting's value as it is written."""
     if isinstance(value, BaseModel):
-        return value.model_dump(exclude_none=True)
+        return value.model_dump(mode="json", exclude_none=True)
     return str(value).lower() if isinstance(value, bool) else value
 
 

@@ -57,7 +57,7 @@ class Lacking(NamedTuple):
     def __str__(self) -> str:
         causes = (
             ("without a reward", self.rewards),
-            ("without their last step or one before it", self.steps),
+            ("without their last step or an earlier one", self.steps),
             ("not begun", self.rows),
         )
         counts = ", ".join(f"{cause}: {count}" for cause, count in causes if count)

@@ -79,7 +79,7 @@ class RolloutClient:
     # The run.
 
     def create_run(self, config: Mapping[str, Any]) -> list[str]:
-        """Creates the run with these settings (docs/settings.md) and returns the service's warnings.
+        """Creates the run with these settings (docs/settings.md). Logs and returns the service's warnings about them.
 
         Idempotent for the same settings. Raises InvalidArgumentError that names the invalid setting, and
         AlreadyExistsError if the run has other settings.

@@ -6,6 +6,7 @@ This module orders calls and waits; `outbox` batches rows. `RolloutClient` docum
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,8 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill._wire.tables import ValueColumns
 from gristmill.errors import DeadlineExceededError, GristmillError, NotFoundError
 from gristmill.v1 import rollout_pb2, run_pb2
+
+_log = logging.getLogger("gristmill")
 
 
 class RolloutCore:
@@ -56,6 +59,8 @@ class RolloutCore:
         request = requests.create_run(self.run, config)
         answer = await self._connection.ask(self._connection.runs.CreateRun, request)
         self._declared.created(config)
+        for warning in answer.warnings:
+            _log.warning("run %r: %s", self.run, warning)
         return list(answer.warnings)
 
     async def status(self) -> RunStatus:

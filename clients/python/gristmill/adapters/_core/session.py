@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +11,6 @@ from gristmill import Group, Position, RolloutClient, Shard, TrainerClient
 from gristmill.adapters._core.checkpoint import OpenFile, States, write_states
 from gristmill.adapters._core.options import Gristmill
 from gristmill.errors import AlreadyExistsError, BatchFailedError, FailedPreconditionError
-
-_log = logging.getLogger("gristmill")
 
 RESTARTED = "trainer_restarted"
 """The reason for dropping groups that a restarted trainer samples again."""
@@ -78,12 +75,9 @@ class RunSession:
 
     def _create(self, settings: Mapping[str, Any]) -> None:
         try:
-            warnings = self.rollouts.create_run(settings)
+            self.rollouts.create_run(settings)
         except AlreadyExistsError:
-            created = self.config["dp_size"]
-            warnings = self.rollouts.create_run({**settings, "dp_size": created})
-        for warning in warnings:
-            _log.warning("run %r: %s", self.run, warning)
+            self.rollouts.create_run({**settings, "dp_size": self.config["dp_size"]})
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -86,13 +86,13 @@ def _waits_for(state: State, batch: int, asked: Asked) -> str:
     positions = state.models["policy"].next
     behind = [rank for rank, position in enumerate(positions) if position.batch <= batch]
     if behind:
-        return f"wait until policy {_ranks(behind)} acknowledged batch {batch}"
+        return f"wait until policy {_ranks(behind)} {_have(behind)} acknowledged batch {batch}"
     silent = [
         rank for rank, position in enumerate(positions) if max(asked.get(rank, 0), _reached(state, position)) <= batch
     ]
     return (
         f"batch {batch} is acknowledged, and counts as trained when a policy version is announced, or policy "
-        f"{_ranks(silent)} asked for a later batch; wait for either"
+        f"{_ranks(silent)} {_have(silent)} asked for a later batch; wait for either"
     )
 
 
@@ -106,6 +106,10 @@ def _reached(state: State, position: Position) -> int:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
+
+
+def _have(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _ranks(ranks: list[int]) -> str:
