@@ -79,6 +79,12 @@ def test_a_large_wrong_body_is_refused_within_a_second_and_in_a_few_lines(
     assert len(answer.content) < 10_000
 
 
+def test_a_body_that_is_no_json_is_refused_with_the_place(http_api: HttpApi) -> None:
+    answer = http_api.client.post("/v1/runs", content=b'{"run": x}', headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"].startswith("the body is not valid JSON at character 8; send JSON")
+
+
 def test_the_first_ten_problems_of_a_body_are_named_and_its_values_cut_short(http_api: HttpApi, run: str) -> None:
     wrong = {"uid": 1, "sample": "x" * 1000, "round": "y", "reward": None, "step": "z"}
     answer = http_api.client.post(f"/v1/runs/{run}/rewards", json={"rewards": [wrong]})

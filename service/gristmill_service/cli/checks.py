@@ -34,7 +34,7 @@ _HTTP_TIMEOUT_S = 3.0
 _CLOCK_S = 2.0
 _DATE_S = 1.5
 """Longer than a server uses one date."""
-_START = "start it with `gristmill serve`, set its address with {}, or open the port to this machine"
+_START = "start it with `gristmill serve`, set its {}, or open the port to this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def over_grpc(replica: Replica) -> Iterator[Check]:
     subject = f"gRPC at {replica.address}"
     if not replica.is_reached:
         reason = replica.problem.removeprefix(f"{replica.address}: ").rpartition("; ")[0]
-        yield Check(subject, reason or replica.problem, _START.format("--address"))
+        yield Check(subject, reason or replica.problem, _START.format("address with --address"))
         return
     if replica.problem:
         yield Check(subject, "answers, but accepts no new work", f"resolve {replica.problem!r}")
@@ -163,7 +163,7 @@ def over_http(place: str) -> Iterator[Check]:
                 time.sleep(_DATE_S)
                 answer, difference = _with_clock(client, place, url)
     except (httpx.HTTPError, OSError) as error:
-        yield Check(f"HTTP at {place}", f"no answer ({error})", _START.format("--http-address"))
+        yield Check(f"HTTP at {place}", f"no answer ({error})", _START.format("port with --http-address"))
         return
     if answer.is_success:
         yield Check(f"HTTP at {place}", "answers, and is ready")

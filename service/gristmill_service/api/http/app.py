@@ -144,7 +144,10 @@ async def _refuse_invalid(request: Request, error: Exception) -> JSONResponse:
 
 def _explain(error: RequestValidationError, *, is_secret: bool) -> Iterator[str]:
     for item in error.errors():
-        has_none = is_secret or item["type"] in ("missing", "json_invalid")
+        if item["type"] == "json_invalid":
+            yield f"the body is not valid JSON at character {item['loc'][-1]}; send JSON"
+            continue
+        has_none = is_secret or item["type"] == "missing"
         value = "" if has_none else f", got {shown(item['input'])}"
         yield complaint(item) + value
 
