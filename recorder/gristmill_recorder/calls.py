@@ -35,6 +35,8 @@ from gristmill_recorder.splicing.splicer import Splicer
 VERSION = f"{HEADER}policy-version"
 # Anthropic's and Google's clients send the key in these headers; engines read it from `authorization`.
 _KEYS = ("x-api-key", "x-goog-api-key")
+# A request that pauses for longer is refused: its bytes would keep others from being read.
+_LONGEST_PAUSE_S = 20.0
 
 
 class Calls:
@@ -141,13 +143,19 @@ async def read_document(request: web.BaseRequest, buffer: Buffer) -> Document:
 
 
 async def read_body(request: web.BaseRequest, buffer: Buffer) -> bytes:
-    """Reads the request body. Raises WrongCall, TooLarge and Busy."""
+    """Reads the request body. Raises WrongCall, also if it pauses for too long, TooLarge and Busy."""
     body = bytearray()
     try:
-        async for part in request.content.iter_any():
-            buffer.add_request(len(part))
-            body += part
+        async with asyncio.timeout(_LONGEST_PAUSE_S) as limit:
+            while part := await request.content.readany():
+                buffer.add_request(len(part))
+                body += part
+                limit.reschedule(asyncio.get_running_loop().time() + _LONGEST_PAUSE_S)
         return bytes(body)
+    except TimeoutError:
+        raise WrongCall(
+            f"the request's body paused for {_LONGEST_PAUSE_S:g} s after {len(body)} bytes; send it without pauses"
+        ) from None
     except web.RequestPayloadError as error:
         raise WrongCall(f"the request cannot be read: {error}; correct its content-encoding") from None
 
