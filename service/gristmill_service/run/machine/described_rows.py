@@ -192,7 +192,10 @@ def _extra_parts(steps: Steps, name: str, is_partial: bool | None) -> tuple[list
         starts = np.maximum(firsts - begins, 0).tolist() if is_partial else starts
     # The label distinguishes an empty column from a missing one, and separates the values of different columns.
     labels = [
-        name.encode() + b"\0" + len(one).to_bytes(8, "little") + (start.to_bytes(8, "little") if len(one) else b"")
+        name.encode()
+        + b"\0"
+        + len(one).to_bytes(8, "little")
+        + (start.to_bytes(8, "little") if is_partial and len(one) else b"")
         if given
         else b""
         for one, start, given in zip(values, starts, extra.given.tolist(), strict=True)
