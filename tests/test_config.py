@@ -24,7 +24,6 @@ from gristmill_service.config import (
     StepGroups,
     parse_config,
     read_config,
-    stored_config,
     warnings_of,
     with_dp_size,
 )
@@ -692,16 +691,3 @@ def test_shares_of_groups_are_counted_in_decimals() -> None:
     shares = {"a": {"min": 0.7}, "b": {"min": 0.2}, "c": {"min": 0.1}}
     config = parse_config(GOOD | {"train_batch_size": 10, "tag_shares": shares})
     assert config.tag_groups(10) == {"a": 7, "b": 2, "c": 1}
-
-
-def test_a_stored_configuration_may_have_the_setting_that_was_spelled_retokenised_tail() -> None:
-    stored = parse_config(GOOD | {"step_wise": True, "merge": "prefix", "retokenized_tail": 2}).model_dump_json()
-    before = stored.replace("retokenized", "retokenised")
-    assert before != stored
-    assert stored_config(before.encode()) == stored_config(stored.encode())
-
-
-def test_a_tag_that_is_called_as_the_setting_was_stays_in_a_stored_configuration() -> None:
-    shares = {"retokenised_tail": {"min": 0.5}}
-    config = parse_config(GOOD | {"train_batch_size": 10, "tag_shares": shares})
-    assert stored_config(config.model_dump_json().encode()) == config

@@ -238,7 +238,7 @@ def test_what_follows_from_a_call_is_in_the_same_record() -> None:
 
 
 def test_what_follows_from_a_logged_event_happens_when_the_log_is_read_without_it() -> None:
-    """Earlier versions logged it apart, and could die in between."""
+    """A later version may decide more than the one that wrote the log."""
     bench = Bench(train_batch_size=1)
     bench.submit(*group_rows("a"))
     *events, sealed = bench.log.events

@@ -268,7 +268,7 @@ class TestDamage:
         assert "refused" in outcomes
         assert len(outcomes) > 1 or name == "journal.sqlite-wal"
         for refusal in refusals:
-            assert "restore it, or delete the run" in refusal or "use a newer gristmill" in refusal
+            assert "restore it, or delete the run" in refusal or "use the version that wrote it" in refusal
 
     def test_a_database_that_breaks_while_it_is_used_is_opened_again_and_refused(self, machine: Machine) -> None:
         machine.restart()

@@ -107,11 +107,7 @@ def read_config(path: Path) -> RunConfig:
 
 def stored_config(config: bytes) -> RunConfig:
     """Parses the configuration stored in a run's log."""
-    settings = json.loads(config)
-    # Logs from before the first release use the British spelling.
-    if "retokenised_tail" in settings:
-        settings["retokenized_tail"] = settings.pop("retokenised_tail")
-    return parse_config(settings)
+    return parse_config(json.loads(config))
 
 
 def with_dp_size(config: RunConfig, dp_size: int) -> RunConfig:

@@ -1,7 +1,6 @@
 """Encode and decode events and states for a run's log, as MessagePack of the classes' fields; nothing is unpickled.
 
-A new field needs a default, so that logs of older versions can be read; any other change requires a new format. Format
-1 stored rows in events; it was never released, and cannot be read.
+A new field needs a default, so that logs of older versions can be read; any other change requires a new format.
 """
 
 from __future__ import annotations

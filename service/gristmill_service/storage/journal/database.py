@@ -18,7 +18,7 @@ import sqlite3
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 FILE_NAME = "journal.sqlite"
 WAL_NAME = f"{FILE_NAME}-wal"
 FORMAT = 2
-"""The format that this version writes. Format 1 did not use SQLite: see `old_journal`."""
+"""The format that this version writes and reads."""
 
 # A small table needs two pages in the WAL, a large table two system calls per page.
 PAGE_BYTES = 8 << 10
@@ -74,9 +74,7 @@ class Entry(NamedTuple):
         return isinstance(self.record, bytes) and self.checksum == _checksum(self.number, self.next_table, self.record)
 
 
-def create(
-    directory: Path, name: str, run: Description, snapshot: Entry | None = None, events: Iterable[Entry] = ()
-) -> None:
+def create(directory: Path, name: str, run: Description) -> None:
     """Creates a run's database. Returns when it is on disk. Raises UnavailableError."""
     path = directory / FILE_NAME
     with explained(path):
@@ -88,8 +86,6 @@ def create(
             config = run.config.decode()
             row = (FORMAT, name, run.run_id, config, _checksum_of_run(name, run.run_id, config), run.boot)
             database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?)", row)
-            database.executemany("INSERT INTO snapshot VALUES (?, ?, ?, ?)", [snapshot] if snapshot else [])
-            database.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", events)
         sync_directory(directory)
 
 
@@ -127,13 +123,13 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 def read_description(directory: Path, name: str) -> Description:
     """Checks the database of a run that is not open, without changing it. Raises InvalidArgumentError if it is missing,
-    damaged, of another run, or of a newer format, and UnavailableError."""
+    damaged, of another run, or of another format, and UnavailableError."""
     path = directory / FILE_NAME
     with _read_only(path) as database:
         stored_format, stored_name = _identity(database, path)
-        if stored_format > FORMAT:
+        if stored_format != FORMAT:
             raise InvalidArgumentError(
-                f"{path} has format {stored_format} and this version reads up to {FORMAT}; use a newer gristmill"
+                f"{path} has format {stored_format} and this version reads {FORMAT}; use the version that wrote it"
             )
         if stored_name != name:
             raise misplaced(path, stored_name, name)

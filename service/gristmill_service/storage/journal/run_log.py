@@ -22,7 +22,7 @@ import structlog
 from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.storage import row_tables
-from gristmill_service.storage.journal import database, old_journal
+from gristmill_service.storage.journal import database
 from gristmill_service.storage.journal.database import PAGE_BYTES, Description, Entry, explained, transaction
 from gristmill_service.storage.journal.disk_room import DiskRoom, full_error
 from gristmill_service.storage.run_store import FullError, LogLostError, Replay
@@ -193,7 +193,6 @@ class JournalRunLog:
         self._removed.update(numbers)
 
     def retain(self, numbers: Collection[int]) -> set[int]:
-        self._move_old_rows(numbers)
         with self._reading, explained(self._path):
             self._check_open()
             stored = {number for [number] in self._reader.execute("SELECT number FROM tables")}
@@ -329,23 +328,6 @@ class JournalRunLog:
             if not database.is_of_value(error):
                 raise
             return None
-
-    def _move_old_rows(self, numbers: Collection[int]) -> None:
-        """Moves rows from the files of an old journal to the database, file by file."""
-        for path, tables in old_journal.tables(self._directory, numbers):
-
-            def write(tables: Mapping[int, memoryview] = tables) -> None:
-                self._delete(tables)
-                for number, rows in tables.items():
-                    self._insert(number, [rows], len(rows))
-
-            with self._flushing, explained(self._path):
-                with self._writing:
-                    self._check_open()
-                    self._commit(write, 0)
-                self._checkpoint("TRUNCATE")
-                self._sync()
-                path.unlink()
 
     def _check_open(self) -> None:
         if self.is_closed:

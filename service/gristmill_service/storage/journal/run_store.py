@@ -25,7 +25,7 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.storage.file_names import directory_name, is_hash_name, run_name
-from gristmill_service.storage.journal import database, old_journal
+from gristmill_service.storage.journal import database
 from gristmill_service.storage.journal.database import Description, explained
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
@@ -43,9 +43,6 @@ class JournalRunStore:
         self._lock_file: int | None = _locked(directory)
         for leftover in (*directory.glob(".creating-*"), *directory.glob(".deleted-*")):
             shutil.rmtree(leftover, ignore_errors=True)
-        # Format 1 used spare files.
-        for spare in directory.glob(".spare-*"):
-            spare.unlink(missing_ok=True)
         self._room = DiskRoom(directory)
         # Guards the renaming of runs' directories and the opening of their logs.
         self._lock = threading.Lock()
@@ -82,9 +79,6 @@ class JournalRunStore:
                 raise NotFoundError(f"run {name!r} does not exist in {self._directory}; create it first")
             if (before := self._logs.get(name)) is not None:
                 before.close()
-            if old_journal.is_old(path):
-                with _draft(self._directory) as draft:
-                    old_journal.convert(path, name, draft)
             return self._open(name, path)
 
     def delete(self, name: str) -> None:
@@ -171,7 +165,7 @@ def _name_of(path: Path) -> str | None:
     if not is_hash_name(path.name):
         return run_name(path.name)
     try:
-        name = old_journal.read_name(path) if old_journal.is_old(path) else database.read_name(path)
+        name = database.read_name(path)
     except (InvalidArgumentError, UnavailableError):
         return path.name
     return name if directory_name(name) == path.name else path.name

@@ -11,7 +11,6 @@ from itertools import islice
 
 from gristmill_service.storage.redis.connection import Client
 from gristmill_service.storage.redis.keys import KEYS_AT_ONCE, RunKeys
-from gristmill_service.storage.redis.old_format import delete_old
 from gristmill_service.storage.redis.scripts import FORGET, REMOVE, Outcome, Scripts
 
 
@@ -20,7 +19,6 @@ def finish_deletion(client: Client, scripts: Scripts, keys: RunKeys) -> None:
     mark = client.hget(keys.head, "deleted")
     if isinstance(mark, bytes):
         remove_keys(client, scripts, keys, mark)
-        delete_old(client, keys)
         scripts.step(FORGET, keys, mark)
 
 

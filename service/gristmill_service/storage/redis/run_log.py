@@ -340,12 +340,9 @@ class RedisRunLog:
         return cast(list[tuple[bytes, dict[bytes, bytes]]], entries)
 
     def _record(self, name: bytes, fields: dict[bytes, bytes]) -> bytes:
-        # Format 1 had records without a checksum.
-        if (record := fields.get(b"e")) is None and (content := unsealed(fields.get(b"r"))) is not None:
-            record = bytes(content)
-        if record is None:
+        if (content := unsealed(fields.get(b"r"))) is None:
             raise damaged(self.keys.log, f"the entry {name.decode()} was changed")
-        return record
+        return bytes(content)
 
     def _has_before(self, records: Sequence[bytes]) -> bool:
         """Returns whether the log has the last record that this process acknowledged in an earlier ownership."""

@@ -27,7 +27,6 @@ from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgument
 from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, server_of, translated, watched_master
 from gristmill_service.storage.redis.deletion import finish_deletion
 from gristmill_service.storage.redis.keys import RunKeys, damaged, reading, scan, tag_and_parts, unlink
-from gristmill_service.storage.redis.old_format import convert
 from gristmill_service.storage.redis.run_log import Acknowledged, RedisRunLog
 from gristmill_service.storage.redis.scripts import (
     CREATE,
@@ -56,7 +55,7 @@ _EPOCH = 1_577_836_800
 
 class _Description(msgspec.Struct, frozen=True):
     """A run's description. nonce: distinguishes the run from deleted runs of its name. crc: the checksum of the other
-    fields; format 1 had none."""
+    fields."""
 
     format: int
     nonce: str
@@ -158,30 +157,22 @@ class RedisRunStore:
         )
         log.on_close = lambda: self._closed(name, log)
         self._leases.add(name, log, asked)
-        if description.format < FORMAT:
-            try:
-                with translated(self._client):
-                    converted = msgspec.json.encode(_Description.of(description.nonce, description.config))
-                    convert(self._client, log, converted)
-            except BaseException:
-                log.close()
-                raise
         _log.info("run claimed", run=name, claim=claim)
         return log
 
     def _describe(self, keys: RunKeys) -> _Description:
-        """Reads a run's description. Raises InvalidArgumentError if it is missing, damaged or of a newer format."""
+        """Reads a run's description. Raises InvalidArgumentError if it is missing, damaged or of another format."""
         with reading(keys.config):
             described = self._client.get(keys.config)
             if described is None:
                 raise damaged(keys.config, "it is missing")
             description = msgspec.json.decode(cast(bytes, described), type=_Description)
-        if description.format > FORMAT:
+        if description.format != FORMAT:
             raise InvalidArgumentError(
-                f"run {keys.run!r} has format {description.format} in Redis and this version reads up to {FORMAT}; use "
-                "a newer gristmill"
+                f"run {keys.run!r} has format {description.format} in Redis and this version reads {FORMAT}; use the "
+                "version that wrote it"
             )
-        if description.format != 1 and description != _Description.of(description.nonce, description.config):
+        if description != _Description.of(description.nonce, description.config):
             raise damaged(keys.config, "its checksum does not match")
         return description
 

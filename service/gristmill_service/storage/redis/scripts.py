@@ -60,12 +60,12 @@ SERVER_ALONE = Durability()
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The process that owns a run, and its addresses. secret: sent by other processes; empty for an older version."""
+    """The process that owns a run, and its addresses. secret: sent by other processes."""
 
     process: str
     grpc_address: str
     http_url: str
-    secret: str = ""
+    secret: str
 
 
 class Outcome(Enum):
