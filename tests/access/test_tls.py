@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -109,6 +110,48 @@ def test_clients_show_a_certificate_where_the_service_asks_for_one(serve: Serve,
         httpx.get(f"{service.http_url}/healthz", verify=context, trust_env=False)
     context.load_cert_chain(mine, my_key)
     assert httpx.get(f"{service.http_url}/healthz", verify=context, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=lambda version: version.name)
+@pytest.mark.parametrize("api", ["gRPC", "HTTP"])
+def test_a_replaced_authority_of_clients_ends_the_sessions_of_its_clients(
+    serve: Serve, files: Files, tmp_path: Path, api: str, version: ssl.TLSVersion
+) -> None:
+    (cert, key), (mine, my_key) = files.certify("server"), files.certify("client")
+    authority = tmp_path / "clients.pem"
+    authority.write_bytes(files.ca_file.read_bytes())
+    service = serve(tls_cert_file=cert, tls_key_file=key, tls_client_ca_file=authority)
+    context = ssl.create_default_context(cafile=files.ca_file)
+    context.load_cert_chain(mine, my_key)
+    context.maximum_version = version
+    context.set_alpn_protocols(["h2" if api == "gRPC" else "http/1.1"])
+    address = service.grpc_address if api == "gRPC" else urlsplit(service.http_url).netloc
+    is_resumed, session = answered(address, context, None)
+    assert not is_resumed
+    if api == "HTTP":
+        is_resumed, session = answered(address, context, session)
+        assert is_resumed, "a session is resumed while its authority is the same"
+    trustme.CA().cert_pem.write_to_path(str(authority))
+    for known in (session, None):
+        with pytest.raises((OSError, EOFError)):
+            answered(address, context, known)
+
+
+def answered(address: str, context: ssl.SSLContext, session: ssl.SSLSession | None) -> tuple[bool, ssl.SSLSession]:
+    """Sends the first bytes of either protocol, which are answered once the client is known. Returns whether the
+    session was resumed, and the session. Raises OSError or EOFError if the server ends the connection instead."""
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+    ):
+        is_http2 = connection.selected_alpn_protocol() == "h2"
+        settings = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+        connection.sendall(settings if is_http2 else b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        if not connection.recv(1000):
+            raise EOFError
+        assert connection.session is not None
+        return bool(connection.session_reused), connection.session
 
 
 def test_a_client_that_lives_on_shows_its_renewed_certificate_from_the_next_connection_on(

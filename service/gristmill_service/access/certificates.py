@@ -84,19 +84,19 @@ def _grpc_configuration(certificates: Certificates) -> Any:
     )
 
 
-def http_context(certificates: Certificates) -> ssl.SSLContext:
-    """Returns the TLS context of an HTTP server."""
-    context = _server_context(certificates)
-    watch = _Watch(certificates)
+class HttpCertificates:
+    """The TLS context of an HTTP server. It is replaced when the files change: a context resumes the sessions that it
+    began, without the client's certificate, so that an old context would accept the clients of a replaced CA."""
 
-    def before_handshake(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        if watch.changed():
-            latest[0] = _server_context(certificates)
-        connection.context = latest[0]
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates, self._watch = certificates, _Watch(certificates)
+        self._context = _server_context(certificates)
 
-    latest = [context]
-    context.sni_callback = before_handshake
-    return context
+    def context(self) -> ssl.SSLContext:
+        """Returns the context for the next handshake."""
+        if self._watch.changed():
+            self._context = _server_context(self._certificates)
+        return self._context
 
 
 class PeerCertificates:

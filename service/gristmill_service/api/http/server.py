@@ -12,7 +12,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from gristmill.errors import UnavailableError
-from gristmill_service.access.certificates import Certificates, http_context
+from gristmill_service.access.certificates import Certificates, HttpCertificates
 from gristmill_service.api.http.guards.connections import Connection, Connections, Listener
 from gristmill_service.process_tuning import most_connections
 from gristmill_service.settings import split_address
@@ -43,9 +43,7 @@ class HttpServer:
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
         config.load()
-        if certificates is not None:
-            config.ssl = http_context(certificates)
-        self._server = _Server(config, self._socket)
+        self._server = _Server(config, self._socket, certificates and HttpCertificates(certificates))
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -78,10 +76,10 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, certificates: HttpCertificates | None) -> None:
         super().__init__(config)
         self.has_begun = asyncio.Event()
-        self._listener = listener
+        self._listener, self._certificates = listener, certificates
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._listener.listen(socket.SOMAXCONN)
@@ -99,7 +97,7 @@ class _Server(uvicorn.Server):
             )
 
         # Uvicorn closes the listener like an asyncio server.
-        self.servers = [Listener(self._listener, connections, connection, self.config.ssl)]  # type: ignore[list-item]
+        self.servers = [Listener(self._listener, connections, connection, self._certificates)]  # type: ignore[list-item]
         self.started = True
         self.has_begun.set()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from asyncio import sslproto
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +14,8 @@ import h11
 import structlog
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gristmill_service.access.certificates import HttpCertificates
 
 _log = structlog.get_logger(__name__)
 
@@ -28,7 +29,8 @@ ABORT = "gristmill.abort"
 UNREAD_S = 60.0
 """Seconds after which a connection is aborted if its peer does not read the answer."""
 
-_HANDSHAKE_S, _GOODBYE_S = 5.0, 1.0
+_HANDSHAKE_S = 5.0
+_TLS_TIMES = {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": 1.0}
 # By default asyncio allocates 256 KiB per encrypted connection; TLS records have at most 16 KiB.
 sslproto.SSLProtocol.max_size = 32 << 10
 _PAUSE_S = 0.5
@@ -106,17 +108,18 @@ class Connection(H11Protocol):
         connections.add(self)
         self._watch()
 
-    def open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
+    def open(self, accepted: socket.socket, certificates: HttpCertificates | None) -> None:
         """Starts the handshake. If it fails, the connection is closed."""
-        self._opening = self.loop.create_task(self._open(accepted, context))
+        self._opening = self.loop.create_task(self._open(accepted, certificates))
 
-    async def _open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
-        times = {} if context is None else {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": _GOODBYE_S}
+    async def _open(self, accepted: socket.socket, certificates: HttpCertificates | None) -> None:
+        tls: dict[str, Any] = {}
         try:
             with suppress(OSError):
-                if context is not None:
+                if certificates is not None:
                     await self._first_bytes(accepted)
-                await self.loop.connect_accepted_socket(lambda: self, accepted, ssl=context, **times)
+                    tls = {"ssl": certificates.context(), **_TLS_TIMES}
+                await self.loop.connect_accepted_socket(lambda: self, accepted, **tls)
         finally:
             self._opening = None
             if self.transport is None:
@@ -240,7 +243,7 @@ class Listener:
     """Accepts connections, one per iteration of the loop, so that other calls are answered in between. Connections that
     their peers have already closed are cheap, so several are dropped per iteration.
 
-    make(address): creates the connection. context: for TLS; None: not encrypted.
+    make(address): creates the connection. certificates: for TLS; None: not encrypted.
     """
 
     def __init__(
@@ -248,9 +251,9 @@ class Listener:
         listener: socket.socket,
         connections: Connections,
         make: Callable[[str], Connection],
-        context: ssl.SSLContext | None,
+        certificates: HttpCertificates | None,
     ) -> None:
-        self._listener, self._connections, self._make, self._context = listener, connections, make, context
+        self._listener, self._connections, self._make, self._certificates = listener, connections, make, certificates
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
@@ -273,7 +276,7 @@ class Listener:
                 count += 1
                 is_there = not _has_hung_up(accepted)
                 if is_there and self._connections.has_room(address[0]):
-                    self._make(address[0]).open(accepted, self._context)
+                    self._make(address[0]).open(accepted, self._certificates)
                 else:
                     accepted.close()
                 if is_there or count % _AT_ONCE == 0:
