@@ -48,7 +48,7 @@ def call_of(method: MethodDescriptor) -> str:
 
 def test_the_table_names_every_call_and_no_other() -> None:
     names = {call_of(method) for method in METHODS} | {route.name for route in ROUTES}
-    operation = {"metrics", "docs", "healthz", "readyz"}
+    operation = {"metrics", "openapi", "healthz", "readyz"}
     assert names | operation == CALLS.keys() | OPEN_CALLS
 
 

@@ -111,7 +111,28 @@ def test_openapi_says_what_each_call_does_and_how_it_fails(http_api: HttpApi) ->
 def test_the_page_loads_nothing_from_elsewhere(http_api: HttpApi) -> None:
     page = http_api.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    assert not re.search(r"https?://|src=", page.text)
+    files = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+    assert len(files) == 3
+    for text in (page.text, *(http_api.client.get(f"/{path}").text for path in files if not path.endswith(".svg"))):
+        assert not re.search(r"https?:|[\"']//", text)
+
+
+OTHER_PATHS = ["/healthz", "/readyz", "/metrics", "/v1/runs", "/v1/overview", "/v1/runs/nobody", "/nowhere"]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/page/app.js"])
+def test_a_page_may_load_and_run_the_files_of_the_service_alone(http_api: HttpApi, path: str) -> None:
+    policy = http_api.client.get(path).headers["content-security-policy"].split("; ")
+    allowed = {part.split(" ", 1)[0]: part.split(" ", 1)[1] for part in policy}
+    assert allowed.pop("default-src") == allowed.pop("base-uri") == "'none'"
+    assert allowed.pop("form-action") == allowed.pop("frame-ancestors") == "'none'"
+    assert set(allowed.values()) == {"'self'"}
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/page/app.js", "/page/nowhere", "/openapi.json", *OTHER_PATHS])
+def test_a_browser_takes_no_answer_for_another_type_than_it_says(http_api: HttpApi, path: str) -> None:
+    answers = [http_api.client.request(method, path) for method in ("GET", "PATCH")]
+    assert [answer.headers["x-content-type-options"] for answer in answers] == ["nosniff"] * 2
 
 
 def test_probes_answer(http_api: HttpApi) -> None:

@@ -279,6 +279,10 @@ def test_a_link_to_a_run_that_there_is_not_says_so(open_page: OpenPage) -> None:
     open_page("#/nobody").get_by_text("It was deleted, or never created.").wait_for()
 
 
+def test_the_calls_are_explained_under_the_policy_of_the_page(open_page: OpenPage) -> None:
+    open_page("docs").get_by_text("/v1/runs/{run}/groups").first.wait_for()
+
+
 def test_refusals_come_in_the_body_for_clients_that_prefer_it(service: Service, client: httpx.Client) -> None:
     plain = client.get("/runs/nobody/health")
     preferred = client.get("/runs/nobody/health", headers={"Prefer": "errors=body"})

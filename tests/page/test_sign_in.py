@@ -24,6 +24,8 @@ def test_a_person_signs_in_with_a_token_and_sees_the_runs(browser: Any, tmp_path
         stage.published(service.runs, "math-1", stage.CONFIG, [from_rows(rows, step_wise=True)])
         page = context.new_page()
         page.set_default_timeout(60_000)
+        page.goto(f"{service.http_url}/docs")
+        page.get_by_text("requires a token").wait_for()
         page.goto(service.http_url)
         asked = page.get_by_role("dialog", name="Sign in")
         asked.get_by_label("Token").fill("a-guess")
@@ -34,6 +36,8 @@ def test_a_person_signs_in_with_a_token_and_sees_the_runs(browser: Any, tmp_path
         page.locator("section[aria-label=Shards] canvas").first.wait_for()
         assert page.locator("h1").inner_text() == "math-1"
         assert page.evaluate("document.cookie") == ""
+        page.goto(f"{service.http_url}/docs")
+        page.get_by_text("/v1/runs/{run}/groups").first.wait_for()
     finally:
         context.close()
         service.stop()

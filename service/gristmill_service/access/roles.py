@@ -59,11 +59,11 @@ CALLS: dict[str, frozenset[Role]] = {
     "group_row": _DATA,
     # Operation.
     "metrics": frozenset(["scraper"]),
-    "docs": _SEE,
+    "openapi": _SEE,
 }
 """The roles that may make each call; admin may make all. A gRPC method and its HTTP handler have the same name."""
 
-OPEN_CALLS = frozenset(["get_health", "healthz", "readyz", "index", "asset", "sign_in", "sign_out"])
+OPEN_CALLS = frozenset(["get_health", "healthz", "readyz", "index", "docs", "asset", "sign_in", "sign_out"])
 """The calls that need no token: probes, and the files of the page, which contain no data."""
 
 AUDITED = frozenset(

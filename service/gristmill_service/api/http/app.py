@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from typing import Any
 
 import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -113,12 +112,6 @@ def _add_probes(app: FastAPI) -> None:
         """Returns Prometheus metrics, including those of the runs that the caller may see."""
         write = api.metrics.read(caller.current().sees)
         return PlainTextResponse(await asyncio.to_thread(write), media_type=CONTENT_TYPE_LATEST)
-
-    page = files(__package__).joinpath("docs.html").read_text(encoding="utf-8")
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(page)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

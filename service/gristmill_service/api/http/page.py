@@ -50,7 +50,6 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
@@ -292,6 +291,11 @@ _FILES = dict(_shipped(files("gristmill_service").joinpath("dashboard")))
 @page.get("/")
 async def index(request: Request) -> Response:
     return _file(request, "index.html")
+
+
+@page.get("/docs")
+async def docs(request: Request) -> Response:
+    return _file(request, "docs/docs.html")
 
 
 @page.get("/page/{name:path}")

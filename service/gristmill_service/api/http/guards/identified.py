@@ -77,7 +77,7 @@ class Identified:
             return user
         identity = await self._gate.identify(shown)
         if identity is ANYONE or scope["path"] == "/openapi.json":
-            self._gate.check(identity, "docs" if identity is not ANYONE else "a call over HTTP", None, None)
+            self._gate.check(identity, "openapi" if identity is not ANYONE else "a call over HTTP", None, None)
         return identity
 
     async def _admit(self, scope: Scope, identity: Caller) -> None:
@@ -92,7 +92,7 @@ class Identified:
 
 
 def _is_open(path: str) -> bool:
-    return path in ("/", "/v1/session") or path.startswith("/page/")
+    return path in ("/", "/docs", "/v1/session") or path.startswith("/page/")
 
 
 def _shown(headers: Headers) -> str | None:

@@ -17,7 +17,7 @@ _HUNG_UP = 499
 
 class Observed:
     """ASGI middleware that assigns an id to each request and its answer, records its duration by handler, and traces
-    it if tracing is enabled."""
+    it if tracing is enabled. No browser may take an answer for another type than it says."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -36,7 +36,8 @@ class Observed:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # Replaces the header from the owner, if the request was forwarded.
-                MutableHeaders(scope=message)[tracing.REQUEST_ID] = request_id
+                headers = {tracing.REQUEST_ID: request_id, "X-Content-Type-Options": "nosniff"}
+                MutableHeaders(scope=message).update(headers)
             await send(message)
 
         with nullcontext() if span is None else tracing.within(span):

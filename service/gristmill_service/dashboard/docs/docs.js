@@ -1,22 +1,3 @@
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>gristmill API</title>
-<style>
-  body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-  h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; text-transform: capitalize }
-  summary { cursor: pointer; padding: .3rem 0 }
-  code, pre { font: 13px/1.45 ui-monospace, monospace }
-  pre { background: #f5f5f2; padding: .7rem; overflow-x: auto; white-space: pre-wrap }
-  .method { display: inline-block; min-width: 4.2rem; font-weight: bold }
-  .about { color: #555 }
-  td { padding: .1rem 1rem .1rem 0; vertical-align: top }
-</style>
-<h1>gristmill API</h1>
-<p id="description"></p>
-<p>The same as data: <a href="/openapi.json">/openapi.json</a>. This page loads nothing from elsewhere.</p>
-<main></main>
-<script>
 // Renders /openapi.json as text: parameters, fields with their meaning, and a command line to try for each call.
 const make = (tag, text, parent) => {
   const node = document.createElement(tag);
@@ -105,6 +86,6 @@ function explain(spec) {
     }
 }
 
-fetch("/openapi.json").then(answer => answer.json()).then(explain);
-</script>
-</html>
+const answer = await fetch("openapi.json");
+if (answer.ok) explain(await answer.json());
+else document.querySelector("#description").textContent = (await answer.json()).error.message;
