@@ -43,7 +43,8 @@ class HttpServer:
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
         config.load()
-        self._server = _Server(config, self._socket, certificates and HttpCertificates(certificates))
+        tls = None if certificates is None else HttpCertificates(certificates)
+        self._server = _Server(config, self._socket, tls)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
