@@ -9,7 +9,11 @@ import pytest
 
 from tests.tools.bench.sizes import sizes
 
-MOST = {"service": (35_020, 242), "clients": (20_600, 163), "recorder": (5_520, 47)}
+MOST = {
+    "service": (35_020, 242),
+    "clients": (20_600, 164),
+    "recorder": (5_660, 48),
+}
 """Lines and files of each part. Lower them when it shrinks; a change that needs more says why."""
 
 MOST_OF_A_WAY = {"SubmitRows": (225, 52), "Acknowledge": (162, 37)}

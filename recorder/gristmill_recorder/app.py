@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from hmac import compare_digest
 from urllib.parse import unquote
 
 import numpy as np
@@ -19,7 +20,8 @@ from gristmill_recorder.exchange import unchanged
 from gristmill_recorder.languages.paths import RECORDED, form_at
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName, split
-from gristmill_recorder.refusals import Busy, NotRecorded, RefusalError, UnknownPath, WrongCall
+from gristmill_recorder.pages import Pages
+from gristmill_recorder.refusals import Busy, NotRecorded, RefusalError, UnknownPath, WrongCall, WrongToken
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 
@@ -45,15 +47,20 @@ class RecorderApp:
         metrics.in_flight.set_function(lambda: self._buffers.size)
         self._own: dict[str, Handler] = {"healthz": self._alive, "readyz": self._ready, "metrics": self._scraped}
         self._ends: dict[str, End] = {"finish": self._finish, "abort": self._abort}
+        self._pages, self._end_token = Pages(settings), settings.end_token()
         self.is_ready = True
 
     def application(self) -> web.Application:
         application = web.Application()
         application.router.add_route("*", "/{path:(?s:.*)}", self._answer)
+        application.on_response_prepare.append(self._pages.share)
         return application
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
+            self._pages.check(request)
+            if (answer := self._pages.preflight(request)) is not None:
+                return answer
             with self._buffers.buffer() as buffer:
                 return await self._route(request, buffer)
         except (RefusalError, FailedPreconditionError, InvalidArgumentError) as error:
@@ -73,6 +80,7 @@ class RecorderApp:
         # Agents may build this path from their base URL, which ends with /v1.
         end = rest.removeprefix("v1/")
         if request.method == "POST" and end in self._ends:
+            self._check_token(request)
             try:
                 return await self._ends[end](request, buffer, _named(name))
             except GristmillError as error:
@@ -84,6 +92,15 @@ class RecorderApp:
             f"{request.method} {path}: unknown path; the recorder records POST {', '.join(RECORDED)}, forwards POST "
             f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and ends a trajectory at POST .../finish or .../abort"
         )
+
+    def _check_token(self, request: web.Request) -> None:
+        """Raises WrongToken if the call has not the token that ends trajectories."""
+        sent = request.headers.get("authorization", "").removeprefix("Bearer ").encode(errors="replace")
+        if self._end_token is not None and not compare_digest(sent, self._end_token):
+            raise WrongToken(
+                "only the program that computes rewards ends a trajectory; send the token of --end-token-file as "
+                "'authorization: Bearer TOKEN'"
+            )
 
     async def _finish(self, request: web.Request, buffer: Buffer, name: TrajectoryName) -> web.Response:
         reward = _reward(await _only_field(request, buffer, "reward"))
@@ -143,7 +160,13 @@ def _named(name: TrajectoryName | None) -> TrajectoryName:
 
 
 async def _only_field(request: web.Request, buffer: Buffer, name: str) -> object:
-    """Returns the value of the only field that the body may contain. Raises WrongCall for other fields."""
+    """Returns the value of the only field that the body may contain. Raises WrongCall for other fields, and for a body
+    of another content type than JSON, which the pages of other sites may send without asking first."""
+    if request.can_read_body and request.content_type != "application/json":
+        raise WrongCall(
+            f"the body was sent as content-type {request.content_type[:100]!r}; send JSON with the header "
+            "content-type: application/json"
+        )
     document = await read_document(request, buffer) if request.can_read_body else {}
     if unknown := sorted(document.keys() - {name}):
         raise WrongCall(f"unknown field {unknown[0]}; the only allowed field is {name}")

@@ -48,6 +48,22 @@ class UnknownPath(RefusalError):  # noqa: N818
     status, kind = 404, "not_found_error"
 
 
+class WrongToken(RefusalError):  # noqa: N818
+    status, kind = 401, "authentication_error"
+
+
+class OtherSite(RefusalError):  # noqa: N818
+    """The call comes from a web page."""
+
+    status, kind = 403, "permission_error"
+
+
+class OtherHost(OtherSite):
+    """The request names the host of another site."""
+
+    status = 421
+
+
 class Busy(RefusalError):  # noqa: N818
     """A limit is reached."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ from gristmill_recorder.columns import NAMES, names_of
 from gristmill_recorder.engines.names import ENGINES
 
 ENVIRONMENT_PREFIX = "GRISTMILL_RECORD_"
+# Scheme, host and port in lower case, as browsers send it.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*,\sA-Z]+")
 
 
 class RecorderSettings(BaseSettings):
@@ -47,6 +50,22 @@ class RecorderSettings(BaseSettings):
         False,
         description="Allow an http_address beyond this machine. Anyone who can reach it can record and end "
         "trajectories.",
+    )
+    http_host_names: str = Field(
+        "",
+        description="Additional host names of the recorder, or patterns such as *.example.org, separated by commas. "
+        "Requests for other hosts are refused, because a web page may send them. IP addresses, this machine's names "
+        "and names of private networks (recorder, NAME.local, NAME.internal, NAME.svc) are always accepted.",
+    )
+    allowed_origins: str = Field(
+        "",
+        description="The origins of web pages whose agents may call, such as https://agents.example, separated by "
+        "commas. Calls of all other pages are refused.",
+    )
+    end_token_file: Path | None = Field(
+        None,
+        description="A file with a token that finish and abort require, so that agents, which do not have it, cannot "
+        "end their trajectories themselves. It is read at the start.",
     )
     journal: Path = Field(
         Path("gristmill-record.sqlite3"),
@@ -124,6 +143,34 @@ class RecorderSettings(BaseSettings):
                 "forwarded to the engine"
             )
         return upstream.rstrip("/").removesuffix("/v1")
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, origins: str) -> str:
+        for origin in origins.split(",") if origins else ():
+            if not _ORIGIN.fullmatch(origin.strip()):
+                raise ValueError("expected origins such as https://agents.example, separated by commas")
+        return origins
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """The origins of `allowed_origins`."""
+        return frozenset(origin.strip() for origin in self.allowed_origins.split(",") if origin)
+
+    @field_validator("end_token_file")
+    @classmethod
+    def _check_end_token(cls, path: Path | None) -> Path | None:
+        try:
+            token = path.read_text("ascii").strip() if path is not None else "none"
+        except OSError as error:
+            raise ValueError(f"cannot read it: {error.strerror}") from None
+        if not token or not token.isprintable():
+            raise ValueError("expected a file with a token, such as 32 random letters")
+        return path
+
+    def end_token(self) -> bytes | None:
+        """Reads the token in `end_token_file`; None without a file."""
+        return None if self.end_token_file is None else self.end_token_file.read_bytes().strip()
 
     @field_validator("http_address")
     @classmethod

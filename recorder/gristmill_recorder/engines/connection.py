@@ -26,7 +26,12 @@ _HOP_BY_HOP = frozenset(
         *("transfer-encoding", "upgrade", "content-length"),
     )
 )
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding", "content-encoding", "expect"}
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    *("host", "accept-encoding", "content-encoding", "expect"),
+    # The recorder decides which web pages may call, and read answers.
+    *("origin", "sec-fetch-site"),
+}
+_SHARED = frozenset(f"access-control-{name}" for name in ("allow-origin", "allow-credentials", "expose-headers"))
 
 
 class Engine:
@@ -101,7 +106,7 @@ def request_headers(request: BaseRequest) -> MutableMapping[str, str]:
 
 def answer_headers(answer: ClientResponse) -> MutableMapping[str, str]:
     """Returns the headers of an engine's answer that are forwarded to the agent."""
-    return _without(answer.headers, _HOP_BY_HOP)
+    return _without(answer.headers, _HOP_BY_HOP | _SHARED)
 
 
 def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:

@@ -30,7 +30,7 @@ def record_command(**flags: object) -> None:
     Create RUN with step_wise: true and merge: tree. Sampled tokens are trained, with the engine's token ids and
     logprobs; messages of users and tools are context. A call with the reward ends the trajectory (URL is without /v1):
 
-      curl URL/finish -d '{"reward": 1.0}'
+      curl URL/finish -H 'content-type: application/json' -d '{"reward": 1.0}'
 
     Every answer is journaled before it is returned, and delivered when the service is reachable and has capacity. The
     engine's errors are returned unchanged. /metrics, /healthz and /readyz work as in the service. docs/recorder.md
