@@ -526,3 +526,44 @@ def test_probes_of_a_connection_are_paced() -> None:
             probe.cancel()
 
     run(test)
+
+
+# --- All at once
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("limit", ["calls", "streams", "probes", "requests", "small_requests", "waits", "answer_bytes"])
+def test_40_calls_at_once_pass_no_limit(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(module, "REQUEST_S", 0.01)
+    kinds: dict[str, Kind] = {"streams": "stream", "probes": "probe"}
+
+    async def test() -> None:
+        admission = Admission(Limits(**{limit: 4}))
+        kind = kinds.get(limit, "call")
+        shared = {
+            **dict.fromkeys(("calls", "streams", "probes"), admission.by_kind[kind]),
+            "requests": admission.requests,
+            "small_requests": admission.small_requests,
+            "waits": admission.waits,
+            "answer_bytes": admission.answers,
+        }[limit]
+        most, reached = 8 if limit == "waits" else 4, 0
+
+        async def call(number: int) -> None:
+            nonlocal reached
+            try:
+                slot = await admission.enter(f"caller {number}", kind)
+                if limit.endswith("requests"):
+                    await slot.place(is_large=limit == "requests")
+                slot.wait()
+                await slot.hold(1)
+            except ResourceExhaustedError:
+                return
+            reached = max(reached, shared.total)
+            await settle()
+            slot.close()
+
+        await asyncio.gather(*(call(number) for number in range(40)))
+        assert (reached, shared.total) == (most, 0)
+
+    run(test)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Collection
 from contextlib import closing
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gristmill_service.storage.redis.connection import RedisAddress, connect
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
@@ -364,3 +372,34 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing_in_a_server_that_is_full(
         log.compact(bytes(60 << 20))
     assert [key for key in keys(store) if ":snapshot:" in key] == []
     log.append(b"goes on", {})
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["in time", "after its lease"])
+def test_a_run_that_is_being_created_counts_whatever_other_processes_do(
+    url: str, join: Join, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    first, second = join(url), join(url, 1)
+    confirmed, full = first._scripts.confirmed, ResourceExhaustedError("full")
+
+    def meanwhile(*arguments: Any) -> Any:
+        if is_slow:
+            expire(first)
+        with pytest.raises(NotFoundError if is_slow else OwnedElsewhereError):
+            second.open("run")
+        assert second.names() == ([] if is_slow else ["run"])
+        return confirmed(*arguments)
+
+    def refuse(names: Collection[str]) -> None:
+        if names:
+            raise full
+
+    monkeypatch.setattr(first._scripts, "confirmed", meanwhile)
+    if is_slow:
+        with pytest.raises(UnavailableError, match="longer than lease_s to create it; retry"):
+            first.create("run", b"{}", refuse)
+        second.create("other", b"{}", refuse)
+    else:
+        first.create("run", b"{}", refuse)
+        with pytest.raises(ResourceExhaustedError):
+            second.create("other", b"{}", refuse)
+    assert first.names() == ["other" if is_slow else "run"]

@@ -15,7 +15,7 @@ from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.storage.journal.database import FILE_NAME
 from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore
-from gristmill_service.storage.run_store import Replay
+from gristmill_service.storage.run_store import CheckNames, Replay, any_names
 
 PATIENCE_S = 60.0
 
@@ -88,7 +88,7 @@ class RecordingStore(MemoryRunStore):
     def names(self) -> list[str]:
         return sorted(self.logs)
 
-    def create(self, name: str, config: bytes) -> RecordingLog:
+    def create(self, name: str, config: bytes, check: CheckNames = any_names) -> RecordingLog:
         self.logs[name] = log = RecordingLog().of(config)
         return log
 

@@ -20,6 +20,7 @@ from gristmill_service.run.machine.answers import BatchState, Outcome
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore, MemoryShardStore
+from gristmill_service.storage.run_store import CheckNames, any_names
 from tests.on_loop import Runs, loop, on_loop
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
 from tests.run.logs import RecordingLog, RecordingStore
@@ -185,7 +186,7 @@ def test_a_run_that_is_recovered_takes_no_result_of_its_tasks_though_its_lease_c
         def __init__(self) -> None:
             self.logs: list[Leased] = []
 
-        def create(self, name: str, config: bytes) -> Leased:
+        def create(self, name: str, config: bytes, check: CheckNames = any_names) -> Leased:
             self.logs.append(Leased(config))
             return self.logs[-1]
 
@@ -358,7 +359,7 @@ class TestCallersThatGoAway:
     def test_a_run_whose_creator_has_gone_is_there_whole(self, store: FailingStore) -> None:
         creating, may_create, create = threading.Event(), threading.Event(), store.create
 
-        def create_slowly(name: str, config: bytes) -> JournalRunLog:
+        def create_slowly(name: str, config: bytes, check: CheckNames = any_names) -> JournalRunLog:
             creating.set()
             assert may_create.wait(PATIENCE_S)
             return create(name, config)
@@ -400,7 +401,7 @@ def test_a_run_that_is_created_while_the_service_shuts_down_is_there_when_it_com
     creating, may_create, create = threading.Event(), threading.Event(), store.create
     logs: list[JournalRunLog] = []
 
-    def create_slowly(name: str, config: bytes) -> JournalRunLog:
+    def create_slowly(name: str, config: bytes, check: CheckNames = any_names) -> JournalRunLog:
         creating.set()
         assert may_create.wait(PATIENCE_S)
         logs.append(create(name, config))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,4 +68,33 @@ def test_a_batch_waits_for_memory_though_all_of_it_were_not_enough(
     room = MemoryRoom(200, 200)
     store.publish("run", 0, b"{}", [Shard(address, b"x" * 150)])
     assert b"".join(store.read("run", 0, address)) == b"x" * 150
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "shared memory"])
+def test_batches_that_are_written_at_once_fill_no_more_memory_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    store: ShardStore = (
+        memory.MemoryShardStore() if kind == "memory" else shared_memory.SharedMemoryShardStore(tmp_path)
+    )
+    monkeypatch.setattr(memory, "memory_room", lambda: MemoryRoom(200, 200))
+    monkeypatch.setattr(shared_memory, "memory_room", lambda: MemoryRoom(200, 200))
+    address, writing, may_write = ShardAddress("policy", 0, 0), threading.Event(), threading.Event()
+
+    class Slow(Shard):
+        def iovec(self) -> Sequence[memoryview]:
+            writing.set()
+            assert may_write.wait(60)
+            return super().iovec()
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.publish, "run", 0, b"{}", [Slow(address, b"x" * 150)])
+        assert writing.wait(60)
+        with pytest.raises(ResourceExhaustedError, match=r"batch 0 .* 150 bytes"):
+            store.publish("other", 0, b"{}", [Shard(address, b"x" * 150)])
+        store.publish("small", 0, b"{}", [Shard(address, b"x" * 50)])
+        may_write.set()
+        first.result(60)
+    store.publish("other", 0, b"{}", [Shard(address, b"x" * 150)])
     store.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
@@ -185,19 +185,14 @@ class Gate:
         if call in AUDITED:
             _log.info("allowed", caller=identity.name, call=call, target=run, rank=rank)
 
-    async def check_runs(self, run: str) -> None:
-        """Raises ResourceExhaustedError if the current caller has reached its number of runs."""
+    def check_runs(self, names: Collection[str]) -> None:
+        """Raises ResourceExhaustedError if the current caller may have no run in addition to those with these names."""
         identity = caller.current()
-        if identity.max_runs is None:
-            return
-        names = [name for name in await self._runs.names() if identity.sees(name)]
-        if run not in names and len(names) >= identity.max_runs:
-            error = ResourceExhaustedError(
-                f"{len(names)} runs named {', '.join(identity.runs)} exist, and max_runs of the token {identity.name} "
-                f"is {identity.max_runs}; delete a run, or raise max_runs of the token"
+        if identity.max_runs is not None and (count := sum(map(identity.sees, names))) >= identity.max_runs:
+            raise ResourceExhaustedError(
+                f"{count} runs named {', '.join(identity.runs)} exist, and max_runs of the token {identity.name} is "
+                f"{identity.max_runs}; delete a run, or raise max_runs of the token"
             )
-            self.note_refusal("create_run", error, run)
-            raise error
 
     def note_refusal(self, call: str, error: GristmillError, run: str | None, rank: int | None = None) -> None:
         """Logs a refused call of the current caller."""

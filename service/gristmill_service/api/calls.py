@@ -16,7 +16,7 @@ import structlog
 from gristmill._wire.codecs import tensor_file
 from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.steps import Steps, TrajectoryKey
-from gristmill.errors import InvalidArgumentError, TooLargeError
+from gristmill.errors import InvalidArgumentError, ResourceExhaustedError, TooLargeError
 from gristmill_service.access import caller
 from gristmill_service.api.admission import SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
@@ -86,8 +86,11 @@ async def of_size(nbytes: int, function: Callable[..., T], *args: Any) -> T:
 
 async def create_run(api: ApiContext, run: str, config: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Returns warnings about the configuration, and whether this call created the run."""
-    await api.gate.check_runs(run)
-    return await api.runs.create(run, config)
+    try:
+        return await api.runs.create(run, config, api.gate.check_runs)
+    except ResourceExhaustedError as error:
+        api.gate.note_refusal("create_run", error, run)
+        raise
 
 
 async def get_run(api: ApiContext, run: str) -> tuple[RunStatus, Assessment]:

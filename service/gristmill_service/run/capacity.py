@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from gristmill.errors import ResourceExhaustedError
 from gristmill_service.access.quotas import NO_LIMITS, NO_USAGE, Limits, Usage
 from gristmill_service.run.machine.decisions.admission import with_overdraft
+from gristmill_service.storage.run_store import CheckNames
 
 _SHARE = 4
+
+
+def check_runs(most: int, check: CheckNames, names: Collection[str]) -> None:
+    """Raises ResourceExhaustedError if the service may have no run in addition to those with these names, like `check`
+    for the caller."""
+    if len(names) >= most:
+        raise ResourceExhaustedError(
+            f"{len(names)} runs exist, and max_runs is {most}; delete a run, or raise max_runs"
+        )
+    check(names)
 
 
 class RowBudget:
     """The bytes of rows that all runs store or have reserved, and their limit.
 
-    Runs are admitted independently, so two runs may together exceed the limit by what they admit at the same moment.
     If there are several runs, each may use at most four times the free bytes, so that a run that uses all of its share
     leaves a fifth for the next run (dynamic thresholds, Choudhury and Hahne 1998). Rows of admitted groups beyond a
     run's share use the quarter above the limit, in the same shares, and do not delay groups of other runs.

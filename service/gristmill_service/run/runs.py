@@ -24,7 +24,6 @@ from gristmill.errors import (
     GristmillError,
     InvalidArgumentError,
     NotFoundError,
-    ResourceExhaustedError,
     UnavailableError,
 )
 from gristmill_service.access import caller
@@ -35,12 +34,12 @@ from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.process_tuning import started_pool
 from gristmill_service.run.batch_builder import BuildBatch
-from gristmill_service.run.capacity import RowBudget, ShardRoom
+from gristmill_service.run.capacity import RowBudget, ShardRoom, check_runs
 from gristmill_service.run.name_locks import NameLocks
 from gristmill_service.run.run import MakeMonitor, Run, Shared
 from gristmill_service.run.takeovers import Takeovers
 from gristmill_service.storage.memory import MemoryRunStore
-from gristmill_service.storage.run_store import OwnedElsewhereError, RunLog, RunStore
+from gristmill_service.storage.run_store import CheckNames, OwnedElsewhereError, RunLog, RunStore, any_names
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 
 _log = structlog.get_logger(__name__)
@@ -97,6 +96,8 @@ class Runs:
         )
         self._runs: dict[str, Run] = {}
         self._unreadable: dict[str, Exception] = {}
+        # They count as runs, so that calls at the same time do not exceed the limits together.
+        self._creating = set[str]()
         # A name's lock is held while its run is created, opened or deleted.
         self._names = NameLocks()
         self._is_closing = False
@@ -123,8 +124,11 @@ class Runs:
             loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._sweep))),
         ]
 
-    async def create(self, name: str, config: Mapping[str, Any] | RunConfig) -> tuple[list[str], bool]:
-        """Returns warnings about the configuration, and whether this call created the run."""
+    async def create(
+        self, name: str, config: Mapping[str, Any] | RunConfig, check: CheckNames = any_names
+    ) -> tuple[list[str], bool]:
+        """Returns warnings about the configuration, and whether this call created the run. check: refuses a new run if
+        there are too many others, including those that other calls are creating."""
         if not 1 <= len(name) <= _LONGEST_NAME or not name.isprintable():
             raise InvalidArgumentError(f"run name {name!r} is invalid; use 1 to {_LONGEST_NAME} printable characters")
         if "/" in name or name in (".", ".."):
@@ -136,11 +140,7 @@ class Runs:
         try:
             run = await self.get(name)
         except NotFoundError:
-            if (count := len(await self.names())) >= self._max_runs:
-                raise ResourceExhaustedError(
-                    f"{count} runs exist, and max_runs is {self._max_runs}; delete a run, or raise max_runs"
-                ) from None
-            if await finished(self._create(name, parsed)):
+            if await finished(self._create(name, parsed, check)):
                 return warnings_of(parsed), True
             run = await self.get(name)
         if run.is_deleted:
@@ -291,16 +291,22 @@ class Runs:
 
     # --- Opening and closing one run. A name's lock is held.
 
-    async def _create(self, name: str, config: RunConfig) -> bool:
+    async def _create(self, name: str, config: RunConfig, check: CheckNames) -> bool:
         """Creates the run. Returns False if another call or process has created it first."""
+        check_names = partial(check_runs, self._max_runs, check)
         async with self._names.locked(name):
             if name in self._runs:
                 return False
+            check_names({*self._runs, *self._unreadable, *self._creating})
+            self._creating.add(name)
             try:
-                log = await asyncio.to_thread(self._store.create, name, config.model_dump_json().encode())
+                stored = config.model_dump_json().encode()
+                log = await asyncio.to_thread(self._store.create, name, stored, check_names)
+                await self._start(name, log)
             except AlreadyExistsError:
                 return False
-            await self._start(name, log)
+            finally:
+                self._creating.remove(name)
             return True
 
     async def _open(self, name: str) -> Run:

@@ -15,9 +15,9 @@ from gristmill.errors import NotFoundError, ResourceExhaustedError
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
-from gristmill_service.storage.memory_room import memory_room
+from gristmill_service.storage.memory_room import Writes, memory_room
 from gristmill_service.storage.row_tables import Stored
-from gristmill_service.storage.run_store import Replay, RunStore, check_config
+from gristmill_service.storage.run_store import CheckNames, Replay, RunStore, any_names, check_config
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 
 
@@ -30,7 +30,7 @@ class MemoryRunStore:
     def names(self) -> list[str]:
         return []
 
-    def create(self, name: str, config: bytes) -> MemoryRunLog:
+    def create(self, name: str, config: bytes, check: CheckNames = any_names) -> MemoryRunLog:
         check_config(name, config)
         return MemoryRunLog(config)
 
@@ -117,16 +117,23 @@ class MemoryShardStore:
 
     def __init__(self) -> None:
         self._batches: dict[tuple[str, int], _Published] = {}
+        self._writes = Writes()
         self._lock = threading.Lock()
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        shards, room = list(shards), memory_room()
-        if (size := sum(shard.size for shard in shards)) > room.available:
-            raise ResourceExhaustedError(
-                f"run {run!r}: batch {batch} has {size} bytes, and {room.available} of {room.total} bytes of memory "
-                "are free; free memory, or lower train_batch_size or max_buffered_batches for later runs"
-            )
-        joined = {shard.address: join(shard.iovec()) for shard in shards}
+        shards = list(shards)
+        size = sum(shard.size for shard in shards)
+
+        def check(others: int) -> None:
+            room = memory_room()
+            if size > room.available - others:
+                raise ResourceExhaustedError(
+                    f"run {run!r}: batch {batch} has {size} bytes, and {room.available - others} of {room.total} bytes "
+                    "of memory are free; free memory, or lower train_batch_size or max_buffered_batches for later runs"
+                )
+
+        with self._writes.reserved(size, check):
+            joined = {shard.address: join(shard.iovec()) for shard in shards}
         with self._lock:
             self._batches[run, batch] = _Published(plan, joined)
         return len(plan) + sum(map(len, joined.values()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,26 @@ class MemoryRoom(NamedTuple):
     def within(self, other: MemoryRoom) -> MemoryRoom:
         """Combines two limits that both apply, such as a tmpfs in a container's memory."""
         return MemoryRoom(min(self.available, other.available), min(self.total, other.total))
+
+
+class Writes:
+    """The writes in progress, so that batches that fit one by one do not fill memory together. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._nbytes, self._lock = 0, threading.Lock()
+
+    @contextmanager
+    def reserved(self, nbytes: int, check: Callable[[int], None]) -> Iterator[None]:
+        """Counts a write of n bytes during the `with` block. check: called with the bytes of the other writes; raises
+        an error if this one does not fit next to them."""
+        with self._lock:
+            check(self._nbytes)
+            self._nbytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._nbytes -= nbytes
 
 
 UNKNOWN = MemoryRoom(1 << 62, 1 << 62)

@@ -35,6 +35,14 @@ class FullError(UnavailableError):
     """The file system is full."""
 
 
+CheckNames = Callable[[Collection[str]], None]
+"""Called with the names of all other runs before one is created. Raises ResourceExhaustedError for too many."""
+
+
+def any_names(names: Collection[str]) -> None:
+    """Accepts any number of runs."""
+
+
 class Replay(NamedTuple):
     """A run's log: a snapshot (None if there is none) and the records that were appended after it.
 
@@ -144,9 +152,13 @@ class RunStore(Protocol):
     def names(self) -> list[str]:
         """Returns the names of all runs, including those that `open` cannot open. Raises UnavailableError."""
 
-    def create(self, name: str, config: bytes) -> RunLog:
+    def create(self, name: str, config: bytes, check: CheckNames = any_names) -> RunLog:
         """Creates a run. Raises AlreadyExistsError if the name is in use, InvalidArgumentError for a configuration that
-        cannot be stored exactly, and UnavailableError. After an error, the run does not exist."""
+        cannot be stored exactly, and UnavailableError. After an error, the run does not exist.
+
+        check: a shared store calls it such that no other process adds a run between the check and the addition. Other
+            stores do not call it, because their process counts its runs itself.
+        """
 
     def open(self, name: str) -> RunLog:
         """Opens a run. Raises NotFoundError if it does not exist, InvalidArgumentError if it is damaged or of a newer

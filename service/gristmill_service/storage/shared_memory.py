@@ -28,7 +28,7 @@ from gristmill.errors import (
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
 from gristmill_service.storage.file_names import directory_name
-from gristmill_service.storage.memory_room import MemoryRoom, memory_room
+from gristmill_service.storage.memory_room import MemoryRoom, Writes, memory_room
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_files import write_shards
 from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource, ShardStore
@@ -53,7 +53,7 @@ class SharedMemoryShardStore:
         remove_leftovers(directory, prefix)
         self._root, self._lock_file = _claim(directory, prefix)
         self._located: dict[tuple[str, int], dict[ShardAddress, ShardLocation]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._writes = threading.Lock(), Writes()
         self._closed = False
 
     @property
@@ -61,10 +61,14 @@ class SharedMemoryShardStore:
         return self._root
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        final, shards = self._path(run, batch), list(shards)
-        self._make_root()
+        shards = list(shards)
         size = sum(shard.size for shard in shards)
-        self._check_room(run, batch, size)
+        self._make_root()
+        with self._writes.reserved(size, lambda others: self._check_room(run, batch, size, others)):
+            return self._write(run, batch, plan, shards, size)
+
+    def _write(self, run: str, batch: int, plan: bytes, shards: list[ShardSource], size: int) -> int:
+        final = self._path(run, batch)
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -98,8 +102,9 @@ class SharedMemoryShardStore:
             if not _is_ours(self._root.lstat(), stat.S_ISDIR):
                 raise PermissionError(errno.EACCES, "it belongs to another user, or is not a directory")
 
-    def _check_room(self, run: str, batch: int, size: int) -> None:
-        """Rejects a batch that does not fit before writing, because filling memory would kill other processes."""
+    def _check_room(self, run: str, batch: int, size: int, others: int) -> None:
+        """Rejects a batch that does not fit before writing, because filling memory would kill other processes. others:
+        the bytes of other batches that are being written."""
         with _explained(self._root):
             system = os.statvfs(self._root)
         tmpfs = MemoryRoom(system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize)
@@ -110,7 +115,7 @@ class SharedMemoryShardStore:
                 "enlarge it, and the batch is built; for later runs, lower train_batch_size, or pad less (layout: "
                 "packed, pad_width: micro_batch)"
             )
-        if size > room.available:
+        if size > room.available - others:
             raise self._full(run, batch, size)
 
     def _full(self, run: str, batch: int, size: int) -> ResourceExhaustedError:

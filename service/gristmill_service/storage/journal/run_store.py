@@ -29,7 +29,7 @@ from gristmill_service.storage.journal import database
 from gristmill_service.storage.journal.database import Description, explained
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
-from gristmill_service.storage.run_store import check_config
+from gristmill_service.storage.run_store import CheckNames, any_names, check_config
 
 
 class JournalRunStore:
@@ -55,7 +55,7 @@ class JournalRunStore:
             names = [_name_of(path) for path in self._directory.iterdir()]
         return sorted(name for name in names if name is not None)
 
-    def create(self, name: str, config: bytes) -> JournalRunLog:
+    def create(self, name: str, config: bytes, check: CheckNames = any_names) -> JournalRunLog:
         check_config(name, config)
         path = self._path(name)
         self._check_new(name)

@@ -40,7 +40,7 @@ from gristmill_service.storage.redis.scripts import (
     Scripts,
 )
 from gristmill_service.storage.redis.servers import Health
-from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError, check_config
+from gristmill_service.storage.run_store import CheckNames, LogLostError, OwnedElsewhereError, any_names, check_config
 
 _log = structlog.get_logger(__name__)
 
@@ -109,18 +109,37 @@ class RedisRunStore:
         with translated(self._client):
             return sorted(name.decode() for name in cast(set[bytes], self._client.smembers(self._runs)))
 
-    def create(self, name: str, config: bytes) -> RedisRunLog:
+    def create(self, name: str, config: bytes, check: CheckNames = any_names) -> RedisRunLog:
         check_config(name, config)
-        description = _Description.of(secrets.token_hex(8), config.decode())
+        description, keys = _Description.of(secrets.token_hex(8), config.decode()), self._keys(name)
+        lease = msgspec.json.encode(self._owner(name))
         with translated(self._client):
-            # The name is added first: `open` removes a name without a run, but a run without a name would be lost.
-            self._client.sadd(self._runs, name)
-            outcome = self._scripts.confirmed(CREATE, self._keys(name), msgspec.json.encode(description))
+            # Other processes remove a name without a run, unless a process has the run's lease. If they could remove
+            # this one, it would not be counted.
+            is_mine = self._client.set(keys.owner, lease, px=self._leases.lease_ms, nx=True)
+            outcome = Outcome.EXISTS
+            if is_mine or self._client.get(keys.owner) == lease:
+                # The name is added first, because a run without a name would be lost.
+                self._add(name, check)
+                outcome = self._scripts.confirmed(CREATE, keys, msgspec.json.encode(description), lease)
         if outcome is Outcome.EXISTS:
             raise AlreadyExistsError(f"run {name!r} already exists in Redis; choose another name")
+        if outcome is Outcome.LOST:
+            raise UnavailableError(f"run {name!r}: Redis took longer than lease_s to create it; retry")
         if outcome is Outcome.UNCONFIRMED:
             raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may be lost; retry")
         return self.open(name)
+
+    def _add(self, name: str, check: CheckNames) -> None:
+        """Adds a name to those of all runs, unless `check` refuses it. Checks again if they change meanwhile."""
+
+        def add(names: redis.client.Pipeline) -> None:
+            others = {other.decode() for other in cast(set[bytes], names.smembers(self._runs))} - {name}
+            check(others)
+            names.multi()
+            names.sadd(self._runs, name)
+
+        server_of(self._client, self._runs).transaction(add, self._runs)
 
     def open(self, name: str) -> RedisRunLog:
         """Claims a run. Raises OwnedElsewhereError if another process owns it."""
@@ -244,14 +263,18 @@ class RedisRunStore:
     def _keys(self, name: str) -> RunKeys:
         return RunKeys(self._prefix, name)
 
+    def _owner(self, name: str) -> Owner:
+        """Returns this process as the owner of runs."""
+        if (owner := self._leases.owner) is None:
+            raise UnavailableError(f"run {name!r}: the service is starting; retry")
+        return owner
+
     def _claim(self, name: str, keys: RunKeys, token: str) -> int:
         known = self._known.get(name, _Known())
         if known.elsewhere is not None and time.monotonic() < known.elsewhere_until:
             raise copy(known.elsewhere)
-        owner = self._leases.owner
-        if owner is None:
-            raise UnavailableError(f"run {name!r}: the service is starting; retry")
-        claimed = self._scripts.claim(keys, token, owner, self._leases.lease_ms, int(time.time()) - _EPOCH)
+        owner, least = self._owner(name), int(time.time()) - _EPOCH
+        claimed = self._scripts.claim(keys, token, owner, self._leases.lease_ms, least)
         if claimed is None:
             raise NotFoundError(f"run {name!r} does not exist in Redis; create it first")
         if isinstance(claimed, Owner):

@@ -96,8 +96,10 @@ def _fenced(text: str) -> Script:
     return Script(f"{fence}\n{text}\nreturn {{'done'}}\n")
 
 
+# ARGV: the description, the lease with which the process has reserved the run's name.
 CREATE = Script(f"""
 if redis.call('EXISTS', KEYS[1], KEYS[2], KEYS[4]) > 0 then return {{'exists'}} end
+if redis.call('GET', KEYS[3]) ~= ARGV[2] then return {{'lost'}} end
 redis.call('SET', KEYS[4], ARGV[1])
 redis.call('HSET', KEYS[1], 'last', '{FIRST}')
 redis.call('XADD', KEYS[2], '{FIRST}', 'e', '')
