@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from gristmill.errors import ResourceExhaustedError
+from gristmill_service.pipeline.layout.iovec import Iovec
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.storage import memory, shared_memory
 from gristmill_service.storage import memory_room as rooms
@@ -83,7 +84,7 @@ def test_batches_that_are_written_at_once_fill_no_more_memory_than_there_is(
     address, writing, may_write = ShardAddress("policy", 0, 0), threading.Event(), threading.Event()
 
     class Slow(Shard):
-        def iovec(self) -> Sequence[memoryview]:
+        def iovec(self) -> Iovec:
             writing.set()
             assert may_write.wait(60)
             return super().iovec()
