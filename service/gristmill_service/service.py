@@ -20,7 +20,7 @@ from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.gate import Gate, limits_of_each_run
 from gristmill_service.api.admission import Admission, Limits
 from gristmill_service.api.context import ApiContext
-from gristmill_service.api.http.app import make_app
+from gristmill_service.api.http.app import make_app, make_probe_app
 from gristmill_service.api.http.server import HttpServer
 from gristmill_service.api.http.waiting import WaitingServer
 from gristmill_service.api.long_poll import LongPoll
@@ -35,14 +35,16 @@ from gristmill_service.storage.backends import Storage, open_storage
 
 _log = structlog.get_logger(__name__)
 _NAMED_RUNS = 20
+_PROBE_CONNECTIONS = 64
 
 
 class Service:
-    """A service. Call `start` once, which sets grpc_address and http_url. waiting: uses the HTTP address until the
-    service listens."""
+    """A service. Call `start` once, which sets its addresses; probe_url is None without probe_address. waiting: uses
+    the HTTP addresses until the service listens."""
 
     grpc_address: str
     http_url: str
+    probe_url: str | None
     runs: Runs
 
     def __init__(self, settings: Settings, waiting: WaitingServer | None = None) -> None:
@@ -105,12 +107,18 @@ class Service:
         settings, opened, api = self._settings, self._opened, self._api
         peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
         await self._waiting.close()
-        self._http = HttpServer(make_app(api, peers), settings.http_address, settings.shutdown_grace_s, certificates)
+        app = make_app(api, peers)
+        self._http = HttpServer(app, settings.http_address, settings.shutdown_grace_s, certificates)
         opened.callback(self._http.close)
+        self._probes = None
+        if (address := settings.probe_address) is not None:
+            named: Any = {"setting": "probe_address", "most": _PROBE_CONNECTIONS}
+            self._probes = HttpServer(make_probe_app(app), address, 1, certificates, **named)
+            opened.callback(self._probes.close)
         await asyncio.to_thread(_refuse_taken, settings.grpc_address)
         self._grpc = GrpcServer(api, settings, certificates, peers)
         self.grpc_address = api.grpc_address = self._grpc.address
-        self.http_url = self._http.url
+        self.http_url, self.probe_url = self._http.url, None if self._probes is None else self._probes.url
         await asyncio.to_thread(
             self._storage.advertise,
             settings.advertise_grpc_address or self.grpc_address,
@@ -125,8 +133,10 @@ class Service:
         opened.push_async_callback(self._close_apis)
         await self._grpc.start()
         await self._http.start()
+        if self._probes is not None:
+            await self._probes.start()
         api.not_ready = ""
-        _log.info("ready", grpc=self.grpc_address, http=self.http_url)
+        _log.info("ready", grpc=self.grpc_address, http=self.http_url, probes=self.probe_url)
 
     async def stop(self) -> None:
         """Refuses new calls, finishes sealed batches, answers waiting calls, and closes everything, within the grace
@@ -146,6 +156,10 @@ class Service:
         self.long_poll.close()
         await self._grpc.wait_until_idle()
         await self._http.wait_until_idle()
+        if self._probes is not None:
+            # Until here they report that the service shuts down.
+            self._probes.refuse_new_calls()
+            await self._probes.wait_until_idle()
         self._api.gate.flush_log()
 
     def _run_stats(self) -> Iterator[RunStats]:

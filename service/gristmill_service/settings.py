@@ -75,6 +75,12 @@ class Settings(BaseSettings):
         "127.0.0.1:50051", description="HOST:PORT or unix:/PATH of the gRPC API; port 0 picks a free one."
     )
     http_address: str = Field("127.0.0.1:8080", description="HOST:PORT of the HTTP API; port 0 picks a free one.")
+    probe_address: str | None = Field(
+        None,
+        description="HOST:PORT of another HTTP listener, which serves only /healthz, /readyz and /metrics, also while "
+        "the service shuts down. Other machines may reach it without insecure, because it changes nothing; without "
+        "tokens it shows them the metrics of all runs. None: only http_address serves these.",
+    )
     http_host_names: str = Field(
         "",
         description="Additional host names of the HTTP API, or patterns such as *.example.org, separated by commas. "
@@ -305,6 +311,16 @@ class Settings(BaseSettings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_probes(self) -> Settings:
+        is_encrypted = self.tokens_file is None or self.tls_cert_file is not None or self.insecure
+        if self.probe_address is not None and not is_encrypted and not _is_of_this_machine(self.probe_address):
+            raise ValueError(
+                f"probe_address: other machines can reach {self.probe_address}, and scrapers would send their tokens "
+                "unencrypted; set tls_cert_file and tls_key_file, or set insecure if the network is trusted"
+            )
+        return self
+
     @property
     def run_place(self) -> str:
         """Where runs are stored: memory, journal and its directory, or redis."""
@@ -318,10 +334,10 @@ class Settings(BaseSettings):
             directories[self.shard_store] = getattr(self, name)
         return {name: path for name, path in directories.items() if path is not None}
 
-    @field_validator("grpc_address", "http_address")
+    @field_validator("grpc_address", "http_address", "probe_address")
     @classmethod
-    def _check_address(cls, address: str) -> str:
-        if not address.startswith("unix:"):
+    def _check_address(cls, address: str | None) -> str | None:
+        if address is not None and not address.startswith("unix:"):
             split_address(address)
         return address
 
@@ -340,10 +356,10 @@ class Settings(BaseSettings):
             ip_network(address.strip())
         return addresses
 
-    @field_validator("http_address")
+    @field_validator("http_address", "probe_address")
     @classmethod
-    def _check_http_address(cls, address: str) -> str:
-        if address.startswith("unix:"):
+    def _check_http_address(cls, address: str | None) -> str | None:
+        if address is not None and address.startswith("unix:"):
             raise ValueError("only grpc_address may be a unix socket; set HOST:PORT")
         return address
 

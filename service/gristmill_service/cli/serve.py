@@ -92,7 +92,7 @@ async def _serve(settings: Settings) -> int:
     try:
         with _announced(service, settings.announce):
             spare_what_is_there()
-            print(ready_line(service.grpc_address, service.http_url, settings), flush=True)
+            print(ready_line(service.grpc_address, service.http_url, settings, service.probe_url), flush=True)
             await stop_asked.wait()
     except OSError as error:
         print(
@@ -132,9 +132,10 @@ async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | N
         await waiting.close()
 
 
-def ready_line(grpc_address: str, url: str, settings: Settings) -> str:
+def ready_line(grpc_address: str, url: str, settings: Settings, probe_url: str | None = None) -> str:
     """Returns what is printed when the service answers."""
-    line = f"gristmill is ready: gRPC {grpc_address}, HTTP {url}; its page: {url}/, its API: {url}/docs"
+    probes = "" if probe_url is None else f", probes and metrics {probe_url}"
+    line = f"gristmill is ready: gRPC {grpc_address}, HTTP {url}{probes}; its page: {url}/, its API: {url}/docs"
     lost = "; its runs are only in memory, and end with it (--journal-dir keeps them)"
     return line + lost if settings.run_store == "memory" else line
 
@@ -159,7 +160,8 @@ def _announced(service: Service, path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    document = {"grpc_address": service.grpc_address, "http_url": service.http_url, "pid": os.getpid()}
+    addresses = {"grpc_address": service.grpc_address, "http_url": service.http_url, "probe_url": service.probe_url}
+    document = {**addresses, "pid": os.getpid()}
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(document) + "\n", encoding="utf-8")
     draft.replace(path)

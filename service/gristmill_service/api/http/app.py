@@ -12,10 +12,13 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 import gristmill
-from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.access import caller
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
@@ -34,6 +37,8 @@ from gristmill_service.storage.run_store import OwnedElsewhereError
 from gristmill_service.validation_messages import complaint, problems, shown
 
 _log = structlog.get_logger(__name__)
+
+_PROBES = ("/healthz", "/readyz", "/metrics")
 
 _DESCRIPTION = (
     "Rollouts in, train-ready shards out. Every call may be repeated safely. Errors name the trajectory, field, value "
@@ -112,6 +117,18 @@ def _add_probes(app: FastAPI) -> None:
         """Returns Prometheus metrics, including those of the runs that the caller may see."""
         write = api.metrics.read(caller.current().sees)
         return PlainTextResponse(await asyncio.to_thread(write), media_type=CONTENT_TYPE_LATEST)
+
+
+def make_probe_app(app: FastAPI) -> Starlette:
+    """Creates the application of probe_address: the probes and metrics of `app`, with its guards, and no other path."""
+    probes = Starlette(routes=[Route(path, app) for path in _PROBES])
+    probes.router.default, probes.router.redirect_slashes = _refuse_path, False
+    return probes
+
+
+async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
+    refused = NotFoundError(f"probe_address serves only {', '.join(_PROBES)}; use http_address for other calls")
+    await error_response(refused)(scope, receive, send)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

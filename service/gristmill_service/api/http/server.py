@@ -23,10 +23,22 @@ _UNSENT_BYTES = 128 << 10
 
 
 class HttpServer:
-    """Serves HTTP after `start`. The constructor raises UnavailableError if the address is in use."""
+    """Serves HTTP after `start`. The constructor raises UnavailableError if the address is in use.
 
-    def __init__(self, app: Starlette, address: str, grace_s: float, certificates: Certificates | None = None) -> None:
-        self._socket = _bind(address)
+    setting: the name of the address' setting, for errors. most: the maximum number of connections.
+    """
+
+    def __init__(
+        self,
+        app: Starlette,
+        address: str,
+        grace_s: float,
+        certificates: Certificates | None = None,
+        *,
+        setting: str = "http_address",
+        most: int | None = None,
+    ) -> None:
+        self._socket, self._setting = _bind(address, setting), setting
         host, port = split_address(address)[0], self._socket.getsockname()[1]
         scheme = "http" if certificates is None else "https"
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -44,7 +56,7 @@ class HttpServer:
         )
         config.load()
         tls = None if certificates is None else HttpCertificates(certificates)
-        self._server = _Server(config, self._socket, tls)
+        self._server = _Server(config, self._socket, tls, Connections(most or most_connections()))
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -56,7 +68,8 @@ class HttpServer:
         has_begun.cancel()
         if self._serving.done():
             failure = self._serving.exception()
-            raise UnavailableError(f"http_address: the HTTP server at {self.url} cannot start: {failure!r}; see logs")
+            message = f"the HTTP server at {self.url} cannot start: {failure!r}; see logs"
+            raise UnavailableError(f"{self._setting}: {message}")
 
     def close(self) -> None:
         """Releases the address if the server was never started."""
@@ -77,20 +90,25 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, listener: socket.socket, certificates: HttpCertificates | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        certificates: HttpCertificates | None,
+        connections: Connections,
+    ) -> None:
         super().__init__(config)
         self.has_begun = asyncio.Event()
-        self._listener, self._certificates = listener, certificates
+        self._listener, self._certificates, self._connections = listener, certificates, connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
         await self.lifespan.startup()
-        connections = Connections(most_connections())
 
         def connection(address: str) -> Connection:
             return Connection(
-                connections,
+                self._connections,
                 address,
                 config=self.config,
                 server_state=self.server_state,
@@ -98,7 +116,8 @@ class _Server(uvicorn.Server):
             )
 
         # Uvicorn closes the listener like an asyncio server.
-        self.servers = [Listener(self._listener, connections, connection, self._certificates)]  # type: ignore[list-item]
+        listener = Listener(self._listener, self._connections, connection, self._certificates)
+        self.servers = [listener]  # type: ignore[list-item]
         self.started = True
         self.has_begun.set()
 
@@ -112,7 +131,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bind(address: str) -> socket.socket:
+def _bind(address: str, setting: str) -> socket.socket:
     host, port = split_address(address)
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -132,7 +151,7 @@ def _bind(address: str) -> socket.socket:
             raise
     except OSError as error:
         raise UnavailableError(
-            f"http_address: cannot listen on {address}: {error.strerror}; stop the program that uses it, or set "
-            "another http_address (--http-address)"
+            f"{setting}: cannot listen on {address}: {error.strerror}; stop the program that uses it, or set another "
+            f"{setting} (--{setting.replace('_', '-')})"
         ) from None
     return listener

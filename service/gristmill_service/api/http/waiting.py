@@ -16,27 +16,30 @@ from gristmill_service.settings import Settings
 
 
 class WaitingServer:
-    """Listens on the service's HTTP address from the first `report` until `close`, after which the service does."""
+    """Listens on the service's HTTP addresses from the first `report` until `close`, after which the service does."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._server: HttpServer | None = None
+        self._servers: list[HttpServer] = []
         self._reason = ""
 
     async def report(self, reason: str) -> None:
         """Sets the reason in later answers. Raises UnavailableError if the address is in use."""
         self._reason = reason
-        if self._server is None:
-            settings = self._settings
-            app = Starlette(routes=[Route("/healthz", _alive)])
-            app.router.default = self._refuse
-            self._server = HttpServer(app, settings.http_address, 1, Certificates.of(settings))
-            await self._server.start()
+        if self._servers:
+            return
+        app, certificates = Starlette(routes=[Route("/healthz", _alive)]), Certificates.of(self._settings)
+        app.router.default = self._refuse
+        for setting in ("http_address", "probe_address"):
+            if (address := getattr(self._settings, setting)) is not None:
+                server = HttpServer(app, address, 1, certificates, setting=setting)
+                self._servers.append(server)
+                await server.start()
 
     async def close(self) -> None:
-        """Releases the address. Idempotent."""
-        server, self._server = self._server, None
-        if server is not None:
+        """Releases the addresses. Idempotent."""
+        while self._servers:
+            server = self._servers.pop()
             server.refuse_new_calls()
             await server.wait_until_idle()
             server.close()
