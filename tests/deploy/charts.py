@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm/gristmill"
 EXAMPLES = sorted(path.stem for path in (DEPLOY / "helm/examples").glob("*.yaml"))
-REDIS = ("--set", "redis.bundled.enabled=true,redis.passwordSecret=secret")
+BUNDLED = ("--set", "redis.bundled.enabled=true,redis.passwordSecret=secret")
+OPEN = ("--set", "access.insecure=true")
+REDIS = (*BUNDLED, *OPEN)
+JOURNAL = ("--set", "store=journal,replicas=1", *OPEN)
 
 _spec = importlib.util.spec_from_file_location("validate", DEPLOY / "validate.py")
 assert _spec is not None
@@ -42,6 +45,13 @@ def refusal(*flags: str) -> str:
     done = helm("template", "gristmill", str(CHART), "--kube-version", "1.29", *flags)
     assert done.returncode != 0, "these values were rendered"
     return done.stderr
+
+
+def notes(*flags: str, chart: Path = CHART) -> str:
+    """What `helm install` with these flags prints."""
+    done = helm("install", "gristmill", str(chart), "-n", "gristmill", "--dry-run=client", *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("\nNOTES:\n")[2]
 
 
 def only(resources: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.charts import CHART, REDIS, ROOT, only, pod, refusal, render
+from tests.deploy.charts import BUNDLED, CHART, JOURNAL, OPEN, REDIS, ROOT, only, pod, refusal, render
 
 EGRESS = ("--set-json", 'networkPolicy.egress=[{"ports":[{"port":6379}]}]')
-OWN_REDIS = ("--set", "redis.url=redis://a:6379/0", *EGRESS)
+OWN_REDIS = ("--set", "redis.url=redis://a:6379/0", *EGRESS, *OPEN)
 
 
 def test_an_empty_password_keeps_the_bundled_redis_from_starting(tmp_path: Path) -> None:
@@ -95,15 +95,19 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((*REDIS, "--set", "ports.grpc=8080"), "ports.grpc and ports.http are the same"),
+        ((*REDIS, "--set", "ports.grpc=8080"), "are 8080, 8080, 8081; set three different ports"),
+        ((*REDIS, "--set", "ports.probes=50051"), "set three different ports"),
+        (("--set", "mode=sidecar,ports.http=8081"), "set three different ports"),
+        # As values of an earlier version are with `helm upgrade --reuse-values`.
+        ((*REDIS, "--set", "ports.probes=null"), "'probes'"),
         ((*REDIS, "--set", "autoscaling.minReplicas=9"), "autoscaling.minReplicas is more than"),
         ((*REDIS, "--set", "terminationGracePeriodSeconds=30"), "terminationGracePeriodSeconds is 30"),
         ((*REDIS, "--set", "settings.shutdown_grace_s=120"), "settings.shutdown_grace_s is 120"),
         ((*REDIS, *OWN_REDIS), "redis.url and redis.bundled.enabled are both set"),
-        (("--set", "redis.url=redis://a:6379/0"), "networkPolicy.egress is empty"),
-        (("--set", "store=journal,replicas=1,autoscaling.enabled=true"), "autoscaling.enabled: false"),
-        (("--set", "store=journal,replicas=1", *REDIS), "store: journal uses no Redis"),
-        (("--set", "store=journal,replicas=2"), "store: journal is for one pod"),
+        ((*OPEN, "--set", "redis.url=redis://a:6379/0"), "networkPolicy.egress is empty"),
+        ((*JOURNAL, "--set", "autoscaling.enabled=true"), "autoscaling.enabled: false"),
+        ((*JOURNAL, *REDIS), "store: journal uses no Redis"),
+        ((*JOURNAL, "--set", "replicas=2"), "store: journal is for one pod"),
         ((*REDIS, "--set", "settings.log_format=jsn"), "log_format"),
         ((*REDIS, "--set", "disruptionBudget.maxUnavailable=150%"), "maxUnavailable"),
         ((*REDIS, "--set", "monitoring.runbookUrl=docs/runbook.md"), "runbookUrl"),
@@ -112,8 +116,8 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         (("--set", "redis.bundled.enabled=true,redis.passwordSecret=My_Secret"), "passwordSecret"),
         ((*REDIS, "--set-json", 'podLabels={"app.kubernetes.io/name":"mine"}'), "invalid propertyName 'app"),
         ((*REDIS, "--set-json", 'podLabels={"team":"a b"}'), "podLabels"),
-        (("--set", "store=journal,replicas=1,redis.url=redis://a:6379/0"), "store: journal uses no Redis"),
-        (("--set", "store=journal,replicas=1,settings.lease_s=3"), "settings.lease_s is for store: redis"),
+        ((*JOURNAL, "--set", "redis.url=redis://a:6379/0"), "store: journal uses no Redis"),
+        ((*JOURNAL, "--set", "settings.lease_s=3"), "settings.lease_s is for store: redis"),
         ((*REDIS, "--set", "settings.journal_fsync=always"), "settings.journal_fsync is for store: journal"),
         ((*REDIS, "--set", "settings.lease_s=0.1"), "lease_s"),
         ((*REDIS, "--set", "settings.max_row_bytes=lots"), "max_row_bytes"),
@@ -138,7 +142,7 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         ((*REDIS, "--set-json", 'extraVolumeMounts=[{"name":"a","mountPath":"/a"}]'), "there is no volume a"),
         ((*REDIS, "--set-json", 'extraVolumes=[{"name":"journal","emptyDir":{}}]'), "a volume of the chart itself"),
         ((*REDIS, "--set-json", 'topologySpreadConstraints=[{"maxSkew":0}]'), "topologySpreadConstraints"),
-        ((*REDIS, "--set", "mode=sidecar"), "redis is for mode: service"),
+        ((*BUNDLED, "--set", "mode=sidecar"), "redis is for mode: service"),
         (("--set", "mode=sidecar,autoscaling.enabled=true"), "autoscaling is for mode: service"),
         (("--set", "mode=sidecar,access.tlsSecret=tls"), "access is for mode: service"),
     ],
@@ -151,10 +155,10 @@ def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ..
     "flags",
     [
         OWN_REDIS,
-        ("--set", "redis.url=redis://a:6379/0,networkPolicy.enabled=false"),
+        ("--set", "redis.url=redis://a:6379/0,networkPolicy.enabled=false", *OPEN),
         REDIS,
         (*REDIS, "--set", "redis.bundled.storage=1.5Ti", "--set-json", 'podLabels={"team":"a"}'),
-        ("--set", "store=journal,replicas=1,journal.size=500G"),
+        (*JOURNAL, "--set", "journal.size=500G"),
     ],
 )
 def test_values_that_do_are_rendered(flags: tuple[str, ...]) -> None:
@@ -165,7 +169,7 @@ ACCESS = ("--set", "access.tokensSecret=tokens,access.tlsSecret=tls")
 
 
 def test_with_certificates_and_tokens_nothing_is_left_open() -> None:
-    resources = render(*REDIS, *ACCESS, "--set", "access.scrapeTokenSecret=scraper,monitoring.monitor=true")
+    resources = render(*BUNDLED, *ACCESS, "--set", "access.scrapeTokenSecret=scraper,monitoring.monitor=true")
     spec = pod(only(resources, "StatefulSet", "gristmill"))
     (container,) = spec["containers"]
     variables = {one["name"]: one.get("value") for one in container["env"]}
@@ -193,12 +197,12 @@ def test_without_them_the_service_is_configured_so_that_its_network_is_trusted()
     assert (
         container["livenessProbe"]["httpGet"]
         == container["startupProbe"]["httpGet"]
-        == {"path": "/healthz", "port": "http"}
+        == {"path": "/healthz", "port": "probes"}
     )
 
 
 def test_a_scraper_without_a_token_is_refused_before_its_target_is_down() -> None:
-    assert "access.scrapeTokenSecret" in refusal(*REDIS, *ACCESS, "--set", "monitoring.monitor=true")
+    assert "access.scrapeTokenSecret" in refusal(*BUNDLED, *ACCESS, "--set", "monitoring.monitor=true")
 
 
 @pytest.mark.parametrize("flags", ["monitoring.monitor=true", "access.tokensSecret=tokens"])

@@ -9,6 +9,7 @@ import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -165,8 +166,22 @@ def test_the_documentation_names_every_value() -> None:
     assert [name for name in values if f"`{name}" not in guide] == []
 
 
+def compose_services() -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text(encoding="utf-8"))["services"]
+    return services
+
+
+def test_the_compose_file_is_open_only_when_somebody_agrees_and_only_to_this_machine() -> None:
+    services = compose_services()
+    for name in ("gristmill-1", "gristmill-2"):
+        assert services[name]["environment"]["GRISTMILL_INSECURE"].startswith("${GRISTMILL_INSECURE:?set it to true")
+    published = [port for service in services.values() for port in service.get("ports", [])]
+    assert len(published) == 4
+    assert all(port.startswith("127.0.0.1:") for port in published)
+
+
 def test_every_process_of_the_compose_file_is_confined() -> None:
-    services = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text(encoding="utf-8"))["services"]
+    services = compose_services()
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.deploy.charts import CHART, REDIS, ROOT, helm, only, pod, render, validate
+from tests.deploy.charts import BUNDLED, CHART, REDIS, ROOT, helm, only, pod, render, validate
 from tests.deploy.cluster import cluster
 from tests.on_loop import Service
 
@@ -54,7 +54,7 @@ def test_the_sidecar_mounts_volumes_of_ones_own() -> None:
 
 
 def test_cert_manager_makes_a_certificate_for_every_name_that_is_called() -> None:
-    resources = render(*REDIS, *TLS, "--set", "access.certificate.dnsNames[0]=mill.example")
+    resources = render(*BUNDLED, *TLS, "--set", "access.certificate.dnsNames[0]=mill.example")
     spec = only(resources, "Certificate")["spec"]
     assert spec["secretName"] == "tls"
     names = {"gristmill.gristmill.svc", "*.gristmill-replicas.gristmill.svc", "mill.example"}
@@ -108,7 +108,7 @@ def test_helms_test_fails_and_says_why_where_one_does_not(service: Service) -> N
 
 
 def test_the_test_asks_every_replica_by_the_names_of_the_certificate() -> None:
-    resources = render(*REDIS, *TLS)
+    resources = render(*BUNDLED, *TLS)
     made = only(resources, "Pod", "-test")
     (container,) = made["spec"]["containers"]
     hosts = "gristmill-0.gristmill-replicas.gristmill.svc,gristmill-1.gristmill-replicas.gristmill.svc"

@@ -36,6 +36,7 @@ def compose() -> Iterator[list[str]]:
         command = [program, "--in-pod", "false", *(f"--podman-args={one}" for one in flags("ENGINE"))]
         command += [f"--podman-run-args={one}" for one in (*flags("RUN"), *engine.concessions)]
     os.environ.setdefault("GRISTMILL_REDIS_PASSWORD", "of-a-test")
+    os.environ["GRISTMILL_INSECURE"] = "true"
     command += ["--file", str(FILE)]
     try:
         run(*command, "up", "--detach", "--no-build", timeout_s=900)

@@ -1,10 +1,15 @@
 {{/* Refuses values that the API server would refuse later, or that would have no effect. */}}
 {{- define "gristmill.checkService" -}}
+{{- include "gristmill.checkPorts" . -}}
 {{- include "gristmill.checkStore" . -}}
 {{- include "gristmill.checkAccess" . -}}
 {{- include "gristmill.checkPod" . -}}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}{{ fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}{{ end -}}
-{{- if eq (int .Values.ports.grpc) (int .Values.ports.http) }}{{ fail "ports.grpc and ports.http are the same; set different ports" }}{{ end -}}
+{{- end }}
+
+{{- define "gristmill.checkPorts" -}}
+{{- $ports := list (int .Values.ports.grpc) (int .Values.ports.http) (int .Values.ports.probes) -}}
+{{- if ne (len (uniq $ports)) 3 }}{{ fail (printf "ports.grpc, ports.http and ports.probes are %s; set three different ports" (join ", " $ports)) }}{{ end -}}
 {{- end }}
 
 {{- define "gristmill.checkStore" -}}
@@ -25,6 +30,12 @@
 
 {{- define "gristmill.checkAccess" -}}
 {{- $access := .Values.access -}}
+{{- if and $access.tokensSecret $access.tlsSecret -}}
+{{- if $access.insecure }}{{ fail "access.insecure has no effect with access.tokensSecret and access.tlsSecret; unset it" }}{{ end -}}
+{{- else if not $access.insecure -}}
+{{- if not $access.tokensSecret }}{{ fail "access.tokensSecret is empty, so everyone who can reach the ports could read, change and delete every run; set access.tokensSecret and access.tlsSecret, or access.insecure: true if networkPolicy or a mesh keeps everyone else out" }}{{ end -}}
+{{- fail "access.tlsSecret is empty, so tokens and rows would be sent unencrypted; set access.tlsSecret, or access.insecure: true if a mesh encrypts" -}}
+{{- end -}}
 {{- if and $access.tokensSecret .Values.monitoring.monitor (not $access.scrapeTokenSecret) }}{{ fail "with access.tokensSecret, Prometheus needs a token too; set access.scrapeTokenSecret, or monitoring.monitor: false" }}{{ end -}}
 {{- if and $access.scrapeTokenSecret (not (and $access.tokensSecret .Values.monitoring.monitor)) }}{{ fail "access.scrapeTokenSecret is for a monitor of a service with tokens; set access.tokensSecret and monitoring.monitor, or unset it" }}{{ end -}}
 {{- if and $access.certificate.issuer (not $access.tlsSecret) }}{{ fail "access.certificate.issuer needs access.tlsSecret: the name of the secret that cert-manager creates" }}{{ end -}}
@@ -46,8 +57,12 @@
 
 {{/* The same, for a sidecar in a trainer's pod. */}}
 {{- define "gristmill.checkSidecar" -}}
+{{- include "gristmill.checkPorts" . -}}
 {{- $access := .Values.access -}}
-{{- if or $access.tokensSecret $access.tlsSecret $access.scrapeTokenSecret $access.certificate.issuer }}{{ fail "access is for mode: service; the network policy of a sidecar blocks all other pods" }}{{ end -}}
+{{- if or $access.tokensSecret $access.tlsSecret $access.scrapeTokenSecret $access.certificate.issuer }}{{ fail "access is for mode: service, except access.insecure: a sidecar has neither tokens nor TLS; with sidecar.listen: socket only its own pod can make calls" }}{{ end -}}
+{{- if eq .Values.sidecar.listen "network" -}}
+{{- if not $access.insecure }}{{ fail "sidecar.listen: network has no tokens, so everyone who can reach the ports could read, change and delete every run; set access.insecure: true if networkPolicy keeps everyone else out, or sidecar.listen: socket" }}{{ end -}}
+{{- else if $access.insecure }}{{ fail "access.insecure is for sidecar.listen: network; with a socket no other pod can make calls, so unset it" }}{{ end -}}
 {{- if or .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis is for mode: service; a sidecar stores its runs in its journal" }}{{ end -}}
 {{- if .Values.autoscaling.enabled }}{{ fail "autoscaling is for mode: service" }}{{ end -}}
 {{- end }}

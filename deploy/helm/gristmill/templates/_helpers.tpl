@@ -71,7 +71,7 @@ limits:
   memory: {{ $memory }}
 {{- end }}
 
-{{/* Settings for certificates and tokens; GRISTMILL_INSECURE unless both are set. */}}
+{{/* Settings for certificates and tokens. */}}
 {{- define "gristmill.accessEnv" -}}
 {{- if .Values.access.tokensSecret }}
 - name: GRISTMILL_TOKENS_FILE
@@ -85,7 +85,7 @@ limits:
 - name: GRISTMILL_TLS_PEER_CA_FILE
   value: /etc/gristmill/tls/ca.crt
 {{- end }}
-{{- if not (and .Values.access.tokensSecret .Values.access.tlsSecret) }}
+{{- if .Values.access.insecure }}
 - name: GRISTMILL_INSECURE
   value: "true"
 {{- end }}
@@ -93,7 +93,7 @@ limits:
 
 {{/* A probe over HTTP. Takes a dict of Values and path. */}}
 {{- define "gristmill.httpProbe" -}}
-httpGet: {path: {{ .path }}, port: http{{ if .Values.access.tlsSecret }}, scheme: HTTPS{{ end }}}
+httpGet: {path: {{ .path }}, port: probes{{ if .Values.access.tlsSecret }}, scheme: HTTPS{{ end }}}
 {{- end }}
 
 {{- define "gristmill.redisUrl" -}}
@@ -116,6 +116,26 @@ of context and names. Without a cluster, as in `helm template`, the lookup retur
 {{- end -}}
 {{- if $found -}}
 checksum/secrets: {{ $found | toJson | sha256sum }}
+{{- end -}}
+{{- end }}
+
+{{/* One line: who can reach which port, and what they can do there. */}}
+{{- define "gristmill.reach" -}}
+{{- $access := .Values.access -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- $may := "no call needs a token: they can read, change and delete every run" -}}
+{{- if $access.tokensSecret }}{{ $may = ternary "every call needs a token" "every call needs a token, which is sent unencrypted" (not (empty $access.tlsSecret)) }}{{ end -}}
+{{- $calls := printf "gRPC and HTTP (ports %v and %v), where %s" .Values.ports.grpc .Values.ports.http $may -}}
+{{- $probes := printf "probes and metrics (port %v)" .Values.ports.probes -}}
+{{- if and (eq .Values.mode "sidecar") (eq .Values.sidecar.listen "socket") -}}
+Only containers of the trainer's pod can make calls; {{ if not $policy.enabled }}without a network policy, every pod of the cluster can reach {{ $probes }}.{{ end }}
+{{- else if $policy.enabled -}}
+{{ if $policy.clients }}Pods that networkPolicy.clients selects{{ else }}Only pods of this release{{ end }} can reach {{ $calls }};{{ print " " }}
+{{- else -}}
+Without a network policy, every pod of the cluster, and everyone whom its network lets in, can reach {{ $probes }}, and {{ $calls }}.
+{{- end -}}
+{{- if $policy.enabled -}}
+{{ if $policy.prometheus }}pods that networkPolicy.prometheus selects can reach {{ $probes }}, and no other port.{{ else }}no other pod can reach any port.{{ end }}
 {{- end -}}
 {{- end }}
 

@@ -11,13 +11,17 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 restartPolicy: Always
 args: [serve]
 env:
+  {{- if .Values.access.insecure }}
   - name: GRISTMILL_INSECURE
     value: "true"
+  {{- end }}
   - name: GRISTMILL_GRPC_ADDRESS
     value: {{ if eq .Values.sidecar.listen "socket" }}unix:{{ .Values.sidecar.directory }}/grpc.sock{{ else }}0.0.0.0:{{ .Values.ports.grpc }}{{ end }}
-  # The kubelet's probes and Prometheus connect from outside of the pod.
   - name: GRISTMILL_HTTP_ADDRESS
-    value: 0.0.0.0:{{ .Values.ports.http }}
+    value: {{ if eq .Values.sidecar.listen "socket" }}127.0.0.1{{ else }}0.0.0.0{{ end }}:{{ .Values.ports.http }}
+  # The kubelet and Prometheus connect from outside of the pod.
+  - name: GRISTMILL_PROBE_ADDRESS
+    value: 0.0.0.0:{{ .Values.ports.probes }}
   - name: GRISTMILL_SHARED_MEMORY_DIR
     value: {{ .Values.sidecar.directory }}
   {{- if ne .Values.journal.kind "none" }}
@@ -28,15 +32,16 @@ env:
 ports:
   {{- if eq .Values.sidecar.listen "network" }}
   - {name: grpc, containerPort: {{ .Values.ports.grpc }}}
-  {{- end }}
   - {name: http, containerPort: {{ .Values.ports.http }}}
+  {{- end }}
+  - {name: probes, containerPort: {{ .Values.ports.probes }}}
 # No readiness probe: while the journal is full the pod must stay reachable, or its space is never freed.
 startupProbe:
-  httpGet: {path: /healthz, port: http}
+  httpGet: {path: /healthz, port: probes}
   periodSeconds: 1
   failureThreshold: {{ .Values.startupSeconds }}
 livenessProbe:
-  httpGet: {path: /healthz, port: http}
+  httpGet: {path: /healthz, port: probes}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
