@@ -11,7 +11,7 @@ from tests.tools.bench.sizes import sizes
 
 MOST = {
     "service": (35_136, 242),
-    "clients": (20_600, 164),
+    "clients": (20_600, 165),
     "recorder": (5_660, 48),
 }
 """Lines and files of each part. Lower them when it shrinks; a change that needs more says why."""

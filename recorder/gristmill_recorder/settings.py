@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gristmill._wire.hosts import is_of_this_machine
 from gristmill_recorder.columns import NAMES, names_of
 from gristmill_recorder.engines.names import ENGINES
 
@@ -209,17 +209,9 @@ class RecorderSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_reach(self) -> RecorderSettings:
-        host = self.http_address.rpartition(":")[0].strip("[]")
-        if not self.insecure and not _is_of_this_machine(host):
+        if not self.insecure and not is_of_this_machine(self.http_address):
             raise ValueError(
                 f"http_address {self.http_address} can be reached from other machines, and a recorder does not "
                 "authenticate callers; set --insecure if the network keeps everyone else out"
             )
         return self
-
-
-def _is_of_this_machine(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from gristmill._wire.hosts import is_of_this_machine
 from gristmill.errors import InvalidArgumentError
 
 ENVIRONMENT_PREFIX = "GRISTMILL_"
@@ -304,7 +305,7 @@ class Settings(BaseSettings):
         is_safe = self.tls_cert_file is not None and self.tokens_file is not None
         for name in ("grpc_address", "http_address"):
             address = getattr(self, name)
-            if not is_safe and not self.insecure and not _is_of_this_machine(address):
+            if not is_safe and not self.insecure and not is_of_this_machine(address):
                 raise ValueError(
                     f"{name}: other machines can reach {address}, so the service needs tls_cert_file, tls_key_file and "
                     "tokens_file; set them, or set insecure if every machine on the network is trusted"
@@ -314,7 +315,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_probes(self) -> Settings:
         is_encrypted = self.tokens_file is None or self.tls_cert_file is not None or self.insecure
-        if self.probe_address is not None and not is_encrypted and not _is_of_this_machine(self.probe_address):
+        if self.probe_address is not None and not is_encrypted and not is_of_this_machine(self.probe_address):
             raise ValueError(
                 f"probe_address: other machines can reach {self.probe_address}, and scrapers would send their tokens "
                 "unencrypted; set tls_cert_file and tls_key_file, or set insecure if the network is trusted"
@@ -362,18 +363,6 @@ class Settings(BaseSettings):
         if address is not None and address.startswith("unix:"):
             raise ValueError("only grpc_address may be a unix socket; set HOST:PORT")
         return address
-
-
-def _is_of_this_machine(address: str) -> bool:
-    if address.startswith("unix:"):
-        return True
-    host = split_address(address)[0]
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def split_address(address: str) -> tuple[str, int]:

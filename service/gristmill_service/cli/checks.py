@@ -199,10 +199,8 @@ def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
     )
 
 
-def trust(credentials: Credentials) -> ssl.SSLContext | bool:
+def trust(credentials: Credentials) -> ssl.SSLContext:
     """Returns how httpx verifies a service."""
-    if not credentials.is_encrypted:
-        return False
     context = ssl.create_default_context(cafile=None if credentials.ca_file is None else str(credentials.ca_file))
     if credentials.cert_file is not None:
         context.load_cert_chain(str(credentials.cert_file), str(credentials.key_file))

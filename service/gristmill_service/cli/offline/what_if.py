@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from rich.table import Table
@@ -25,10 +26,12 @@ def alternatives_of_run(url: str, texts: Sequence[str]) -> list[dict[str, Any]]:
         raise InvalidArgumentError(f"{url} is not the page of a batch; write http://HOST:PORT/#/RUN/BATCH")
     host, run, batch = match.groups()
     credentials = Credentials()
+    if (place := urlsplit(host)).scheme == "http":
+        credentials.check_reach(f"{place.hostname}:{place.port or 80}")
     try:
         with httpx.Client(verify=trust(credentials), headers=credentials.metadata(), trust_env=False) as client:
-            place = f"{host}/v1/runs/{run}/batches/{batch}/costs"
-            answer = client.get(place, params={"what_if": [*texts]}, timeout=_TIMEOUT_S)
+            costs = f"{host}/v1/runs/{run}/batches/{batch}/costs"
+            answer = client.get(costs, params={"what_if": [*texts]}, timeout=_TIMEOUT_S)
             document = answer.json()
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise UnavailableError(f"{host} does not answer: {error}; start the service, or correct the address") from None

@@ -116,6 +116,8 @@ class Replicas:
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         addresses = list(addresses_of(address))
+        for each in addresses:
+            credentials.check_reach(each)
         self.names = ", ".join(addresses)
         self.count = len(addresses)
         # Do not use the global generator: many workers seed it with the same value.

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from gristmill._wire.hosts import is_of_this_machine
 from gristmill.errors import InvalidArgumentError
 
 _PREFIX = "GRISTMILL_"
@@ -28,7 +29,9 @@ class Credentials:
         are encrypted.
     cert_file, key_file: the client's certificate and key, for a service that requires them (GRISTMILL_CERT_FILE,
         GRISTMILL_KEY_FILE).
-    tls: True: encrypt connections without a `ca_file`, and trust gRPC's default authorities (GRISTMILL_TLS=1).
+    tls: True: encrypt connections without a `ca_file`, and trust gRPC's default authorities (GRISTMILL_TLS=1). False:
+        without certificate files, send the token also to other machines in plain text, because the network encrypts it,
+        as a service mesh does, or keeps others out (GRISTMILL_TLS=0).
 
     Raises InvalidArgumentError if two settings exclude each other, or a file cannot be read.
     """
@@ -38,7 +41,7 @@ class Credentials:
     ca_file: Path | str | None = field(default_factory=lambda: _of("CA_FILE"))
     cert_file: Path | str | None = field(default_factory=lambda: _of("CERT_FILE"))
     key_file: Path | str | None = field(default_factory=lambda: _of("KEY_FILE"))
-    tls: bool = field(default_factory=lambda: _of("TLS") == "1")
+    tls: bool | None = field(default_factory=lambda: _tls_of_environment())
     _read: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +55,18 @@ class Credentials:
 
     @property
     def is_encrypted(self) -> bool:
-        return self.tls or self.ca_file is not None or self.cert_file is not None
+        return bool(self.tls) or self.ca_file is not None or self.cert_file is not None
+
+    def check_reach(self, address: str) -> None:
+        """Raises InvalidArgumentError if the token would be sent to another machine in plain text, and `tls` is not
+        False. address: HOST:PORT or unix:/PATH."""
+        has_token = bool(self.token or self.token_file)
+        if has_token and not self.is_encrypted and self.tls is None and not is_of_this_machine(address):
+            raise InvalidArgumentError(
+                f"token: it would be sent to {address} in plain text; set ca_file (GRISTMILL_CA_FILE), or tls=True "
+                "(GRISTMILL_TLS=1) if a public authority signed the service's certificate; or, if the network itself "
+                "protects it, as a service mesh does, tls=False (GRISTMILL_TLS=0)"
+            )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Returns the metadata of each call."""
@@ -110,6 +124,13 @@ def _changed_at(path: Path | str) -> int:
 
 def _of(name: str) -> str | None:
     return os.environ.get(_PREFIX + name) or None
+
+
+def _tls_of_environment() -> bool | None:
+    text = _of("TLS")
+    if text not in (None, "0", "1"):
+        raise InvalidArgumentError(f"GRISTMILL_TLS is {text!r}; set it to 1 or 0")
+    return None if text is None else text == "1"
 
 
 def _bytes(name: str, path: Path | str | None) -> bytes | None:
