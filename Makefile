@@ -6,6 +6,9 @@ PEERS := .venv-peers
 TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers
 ENGINES := vllm sglang dynamo
+# Virtual environments of packages that are pinned by their hashes: deploy/NAME-requirements.txt.
+HASHED := build audit
+DIST ?= build/dist
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS) $(ENGINES)
 # The tests of a trainer with later packages: each folder has the lists of packages alone.
 LATER := skyrl-0.4 trl-later
@@ -20,14 +23,14 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --genera
 	--no-emit-package colorama
 
 .PHONY: help setup dev axe pictures demo test test-slow test-laws test-all test-trainers test-later test-environments test-engines test-agents test-templates $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
-.PHONY: requirements version chart-version dist release-check image-test baseline formats
+.PHONY: requirements version chart-version dist audit release-check image-test baseline formats
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(VENV)/.demo  ## Make .venv with the gristmill command, the clients and torch
 
-dev: $(VENV)/.dev  ## Make .venv with all that the tests and checks need, helm too
+dev: $(VENV)/.dev .venv-build/.installed  ## Make .venv with all that the tests and checks need, helm too
 	@deploy/install-helm.sh
 
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
@@ -109,10 +112,11 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 	rm -rf .venv-$*/lib/python3*/site-packages/tests
 	@touch $@
 
-check: dev  ## Lint, types, protos, generated stubs, the chart, links and pages of the documentation
+check: dev  ## Lint, types, workflows, protos, generated stubs, the chart, links and pages of the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --quiet --offline --min-severity medium .github
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/released.binpb
 	protos/generate.sh --check
@@ -151,6 +155,12 @@ bench-skyrl: .venv-skyrl/.installed  ## Compare SkyRL's adapter, and our convers
 requirements: dev  ## Pin what the image installs; `make requirements UPGRADE=--upgrade` takes what is newest
 	$(LOCK) $(UPGRADE) pyproject.toml --extra service --extra record --extra otel --extra jwt -o deploy/requirements.txt
 	echo hatchling | $(LOCK) $(UPGRADE) - -o deploy/build-requirements.txt
+	echo pip-audit | $(LOCK) $(UPGRADE) - -o deploy/audit-requirements.txt
+
+$(HASHED:%=.venv-%/.installed): .venv-%/.installed: deploy/%-requirements.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes -r $<
+	@touch $@
 
 version:  ## Print the version
 	@echo $(VERSION)
@@ -158,10 +168,17 @@ version:  ## Print the version
 chart-version:  ## Give the chart the version
 	sed -i -E 's/^(version|appVersion): .*/\1: $(VERSION)/' deploy/helm/gristmill/Chart.yaml
 
-dist: dev  ## Build the packages as a release has them: build/dist
-	rm -rf build/dist
-	$(BIN)/python -m build --no-isolation --outdir build/dist .
-	$(BIN)/twine check --strict build/dist/*
+# The wheel is built of the sdist, by what deploy/build-requirements.txt pins and no other package.
+dist: .venv-build/.installed  ## Build the packages as a release has them: build/dist
+	rm -rf $(DIST)
+	.venv-build/bin/python -m hatchling build --target sdist --directory $(abspath $(DIST))
+	.venv-build/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index \
+		--wheel-dir $(DIST) $(DIST)/*.tar.gz
+
+audit: .venv-audit/.installed  ## Known vulnerabilities of what the image installs, and of what builds and checks it
+	status=0; for file in deploy/*requirements.txt; do echo "$$file"; \
+		.venv-audit/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off $(AUDIT_FLAGS) \
+		--requirement "$$file" || status=1; done; exit $$status
 
 release-check: check dist  ## All of a release that needs no network
 	deploy/package-chart.sh build/dist
@@ -190,4 +207,4 @@ format: dev  ## Format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what was built
-	rm -rf build dist .venv .venv-protos .venv-peers .venv-agents $(PACKAGES:%=.venv-%) $(LATER:%=.venv-%)
+	rm -rf build dist .venv .venv-protos .venv-peers .venv-agents $(HASHED:%=.venv-%) $(PACKAGES:%=.venv-%) $(LATER:%=.venv-%)

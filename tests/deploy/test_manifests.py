@@ -122,8 +122,8 @@ def pins() -> dict[str, Requirement]:
     return {canonicalize_name(pin.name): pin for pin in requirements}
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "build-requirements.txt"])
-def test_whatever_the_image_installs_has_hashes(file: str) -> None:
+@pytest.mark.parametrize("file", ["requirements.txt", *(f"{of}-requirements.txt" for of in ("build", "audit", "helm"))])
+def test_whatever_the_image_and_a_release_install_has_hashes(file: str) -> None:
     lines = (DEPLOY / file).read_text(encoding="utf-8").splitlines()
     pinned = [line for line in lines if not line.startswith("    --hash=sha256:")]
     assert pinned
@@ -157,7 +157,7 @@ def test_the_trainers_job_of_the_documentation_is_valid() -> None:
     job = only(validate.resources(text), "Job")
     assert [*validate.schema_errors(job), *validate.server_errors(job)] == []
     (container,) = pod(job)["containers"]
-    assert {one["name"] for one in container["env"]} == {"GRISTMILL_ADDRESS", "GRISTMILL_TOKEN"}
+    assert {one["name"] for one in container["env"]} == {"GRISTMILL_ADDRESS", "GRISTMILL_TOKEN", "GRISTMILL_TLS"}
 
 
 def test_the_documentation_names_every_value() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,9 +26,9 @@ REPOSITORY = "https://code.example/owner/gristmill"
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the sdist, and the wheel that is built of it."""
     directory = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT)]
+    command = ["make", "--silent", "dist", f"DIST={directory}", f"PYTHON={sys.executable}"]
     environment = {**os.environ, "GRISTMILL_REPOSITORY": REPOSITORY}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240)
     return directory
 
 
@@ -37,6 +39,35 @@ def metadata(built: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_string(archive.read(name).decode())
+
+
+def test_nothing_but_pinned_packages_takes_part_in_the_build(built: Path) -> None:
+    assert len(list(built.iterdir())) == 2
+    pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "deploy/build-requirements.txt").read_text(), re.MULTILINE)
+    command = [
+        str(ROOT / ".venv-build/bin/python"),
+        "-m",
+        "pip",
+        "list",
+        "--format",
+        "json",
+        "--disable-pip-version-check",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    installed = {one["name"]: one["version"] for one in json.loads(done.stdout)}
+    # What Python itself brings.
+    assert {name: version for name, version in installed.items() if name not in ("pip", "setuptools")} == dict(pinned)
+
+
+def test_a_package_with_another_hash_is_not_installed(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / "deploy/build-requirements.txt").write_text(f"{wheel} --hash=sha256:{'0' * 64}\n")
+    command = ["make", "--silent", "dist", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr
 
 
 def test_an_index_takes_them(built: Path) -> None:

@@ -96,19 +96,67 @@ def steps() -> list[tuple[str, dict[str, Any]]]:
     return pairs
 
 
+def jobs() -> dict[str, dict[str, Any]]:
+    """Each job by its workflow and name."""
+    documents = {path.stem: yaml.safe_load(path.read_text()) for path in WORKFLOWS}
+    return {f"{stem}.{name}": job for stem, document in documents.items() for name, job in document["jobs"].items()}
+
+
 @needs_repository
-def test_every_action_has_a_version() -> None:
-    used = [step["uses"] for _, step in steps() if "uses" in step]
-    assert used
-    assert [
-        one for one in used if not re.fullmatch(r"[\w-]+/[\w-]+@v\d+(\.\d+)*|\./\.github/workflows/ci\.yml", one)
-    ] == []
+def test_every_action_is_pinned_by_its_commit_and_says_its_version() -> None:
+    used = [line for path in WORKFLOWS for line in re.findall(r"uses: *(.+)", path.read_text())]
+    pinned = [one for one in used if re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one)]
+    assert [one for one in used if one not in pinned] == ["./.github/workflows/ci.yml"]
+    # Each action has one version.
+    assert len({one.partition("@")[0] for one in pinned}) == len(set(pinned))
+
+
+@needs_repository
+def test_every_image_that_a_release_uses_is_pinned_by_its_digest() -> None:
+    images = re.findall(r"docker\.io/\S+", (GITHUB / "workflows/release.yml").read_text())
+    assert len(images) == 3
+    assert [image for image in images if not re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", image)] == []
+
+
+@needs_repository
+def test_no_step_that_runs_packages_of_others_can_write_or_sign() -> None:
+    for path in WORKFLOWS:
+        assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}, path.name
+    for name, job in jobs().items():
+        runs = "\n".join(step.get("run", "") for step in job.get("steps", []))
+        if re.search(r"\bmake (?!--silent version)|\bpip\b", runs):
+            assert "permissions" not in job, name
+            assert "secrets." not in str(job), name
+
+
+@needs_repository
+def test_no_checkout_leaves_a_token_behind() -> None:
+    checkouts = [step for _, step in steps() if step.get("uses", "").startswith("actions/checkout@")]
+    assert checkouts
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+@needs_repository
+def test_packages_image_and_chart_have_provenance_and_image_and_chart_are_signed() -> None:
+    attested = {
+        name: step["with"]
+        for name, job in jobs().items()
+        for step in job.get("steps", [])
+        if step.get("uses", "").startswith("actions/attest-build-provenance@")
+    }
+    assert attested["release.provenance"] == {"subject-path": "dist/*"}
+    signed = {name for name, job in jobs().items() if "cosign sign --yes" in str(job)}
+    assert signed == {"release.image", "release.chart"}
+    for name in signed:
+        assert attested[name]["push-to-registry"] is True
+        assert {"subject-name", "subject-digest"} <= set(attested[name])
 
 
 @needs_repository
 def test_every_target_and_script_that_a_workflow_runs_exists() -> None:
     runs = "\n".join(step["run"] for _, step in steps() if "run" in step)
     targets = sorted(set(re.findall(r"\bmake (?:--silent )?([a-z-]+)", runs)))
+    assert "audit" in targets
     assert targets
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     assert [script for script in re.findall(r"deploy/[\w.-]+\.sh", runs) if not os.access(ROOT / script, os.X_OK)] == []
