@@ -167,7 +167,7 @@ def test_a_run_that_a_newer_version_wrote_is_set_aside_untouched_and_the_others_
     with pytest.raises(Refused) as refused:
         service.grpc.get(run)
     assert refused.value.code == "FAILED_PRECONDITION"
-    assert "has format 9 and this version reads 2; use the version that wrote it" in str(refused.value.message)
+    assert "has format 9 and this version reads 3; use the version that wrote it" in str(refused.value.message)
     assert path.read_bytes() == newer, "what is refused is left as it was"
     service.grpc.create(f"{run}-other", CONFIG)
     assert service.grpc.names() == [run, f"{run}-other"]

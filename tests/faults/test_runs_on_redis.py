@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from gristmill.errors import (
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.storage.redis.run_log import RedisRunLog
-from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
+from gristmill_service.storage.run_store import LogEnd, LogLostError, OwnedElsewhereError
 from tests.faults.replicas import CREATED, Join, keys, published
 from tests.faults.services import uids_of
 from tests.redis.cluster import RedisCluster
@@ -228,7 +228,7 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
     server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log is compacted all the time."""
-    monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
+    monkeypatch.setattr("gristmill_service.storage.run_store._SHORT_TAIL", 3000)
     replicas = [join(server.url, "0")]
     replicas[0].runs.create("run", CREATED)
     accepted, seen, stop, errors = list[str](), dict[int, bytes](), threading.Event(), list[BaseException]()
@@ -472,13 +472,13 @@ def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
     server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each writes down the whole state, with the run's lock held."""
-    monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
+    monkeypatch.setattr("gristmill_service.storage.run_store._SHORT_TAIL", 3000)
     one = join(server.url)
     one.runs.create("run", CREATED)
     run, tried = one.runs.get("run"), list[int]()
 
-    def full(snapshot: bytes) -> None:
-        tried.append(len(snapshot))
+    def full(end: LogEnd, snapshot: Iterable[bytes]) -> None:
+        tried.append(end.number)
         raise UnavailableError("Redis is full")
 
     run._log.compact = full

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trustme
 
-from gristmill_service.storage.redis import keys, run_log
+from gristmill_service.storage.redis import keys, tables
 from gristmill_service.storage.redis.connection import Client, RedisAddress, connect
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from tests.redis.cluster import RedisCluster
@@ -92,9 +92,9 @@ def store(url: str, join: Join) -> RedisRunStore:
 
 @pytest.fixture
 def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (keys, run_log):
+    for module in (keys, tables):
         monkeypatch.setattr(module, "VALUE_BYTES", 300)
-    monkeypatch.setattr(run_log, "_SMALL_BYTES", 300)
+    monkeypatch.setattr(tables, "_SMALL_BYTES", 300)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.run_store import LogLostError, Replay
 from tests.redis.run_logs import SHORT_S, Join, any_table, keys, started, stored
 from tests.redis.servers import RedisServer, wait_until
+from tests.storage.tables import compact, snapshot_in
 
 Spoil = Callable[[Any, Any], object]
 REMEDY = "restore it, or delete the run"
@@ -30,7 +31,7 @@ def log(store: RedisRunStore) -> RedisRunLog:
     log.note_generation(3)
     stored(log, any_table())
     log.append(b"snapshot follows", {})
-    log.compact(b"all before")
+    compact(log, b"all before")
     for record in (b"one", b"two", b"three"):
         log.append(record, {})
     return log
@@ -143,8 +144,8 @@ def test_a_damaged_snapshot_sets_the_run_aside(store: RedisRunStore, log: RedisR
     log.close()
     [key] = [key for key in keys(store) if ":snapshot:" in key]
     spoil(store._client, key)
-    with pytest.raises(InvalidArgumentError, match="the snapshot of the run is missing or incomplete"):
-        replayed(store)
+    with pytest.raises(InvalidArgumentError, match="a piece of the run's snapshot is missing or incomplete"):
+        snapshot_in(replayed(store))
     store.delete("run")
 
 
@@ -230,7 +231,7 @@ class TestRollback:
     def check(self, reader: RedisRunStore, records: list[bytes]) -> None:
         log = reader.open("run")
         replay = log.replay()
-        assert (replay.snapshot, list(replay.records)) == (b"all before", records)
+        assert (snapshot_in(replay), list(replay.records)) == (b"all before", records)
         assert (replay.is_short(), replay.generation) == (True, 3)
         log.close()
         log = reader.open("run")
@@ -256,7 +257,7 @@ class TestRollback:
         store._client.unlink(store._keys("run").log)
         again = reader.open("run")
         replay = again.replay()
-        assert (replay.snapshot, list(replay.records), replay.is_short()) == (None, [], True)
+        assert (snapshot_in(replay), list(replay.records), replay.is_short()) == (None, [], True)
         again.append(b"goes on", {})
         again.close()
         assert started(reader.open("run")) == [b"goes on"]
@@ -278,12 +279,12 @@ class TestRollback:
     def test_nothing_is_lost_where_the_snapshot_has_all(
         self, reader: RedisRunStore, store: RedisRunStore, log: RedisRunLog
     ) -> None:
-        log.compact(b"all")
+        compact(log, b"all")
         log.close()
         store._client.unlink(store._keys("run").log)
         again = reader.open("run")
         replay = again.replay()
-        assert (replay.snapshot, list(replay.records), replay.is_short()) == (b"all", [], False)
+        assert (snapshot_in(replay), list(replay.records), replay.is_short()) == (b"all", [], False)
         again.append(b"goes on", {})
         again.close()
         assert started(reader.open("run")) == [b"goes on"]

@@ -16,6 +16,7 @@ from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.run_store import OwnedElsewhereError
 from tests.redis.run_logs import Join, any_table, expire, keys, row_keys, started, stored
 from tests.redis.servers import RedisServer, StartRedis
+from tests.storage.tables import compact
 
 
 class KilledError(BaseException):
@@ -44,7 +45,7 @@ def fill(store: RedisRunStore) -> None:
     """Creates a run with rows and a snapshot."""
     log = store.create("run", b"{}")
     started(log)
-    log.compact(b"all before")
+    compact(log, b"all before")
     for number in range(3):
         stored(log, any_table(number))
 

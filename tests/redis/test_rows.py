@@ -13,7 +13,7 @@ import pytest
 
 from gristmill._wire.columns import Ragged
 from gristmill.errors import NotFoundError
-from gristmill_service.storage.redis import keys, run_log
+from gristmill_service.storage.redis import keys, tables
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.row_tables import steps_of
@@ -201,9 +201,9 @@ class TestRowsTravelWithTheirRecord:
     def test_tables_that_are_too_much_for_one_append_are_written_before_it(
         self, log: RedisRunLog, store: RedisRunStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (keys, run_log):
+        for module in (keys, tables):
             monkeypatch.setattr(module, "VALUE_BYTES", 2000)
-        monkeypatch.setattr(run_log, "_SMALL_BYTES", 2000)
+        monkeypatch.setattr(tables, "_SMALL_BYTES", 2000)
         sent = {log.first_number + index: any_table(index) for index in range(10)}
         log.append(b"one", sent)
         assert len(row_keys(store)) == 10
@@ -255,7 +255,7 @@ class TestRowsTravelWithTheirRecord:
             redis_server.client().delete(*names)
             return names
 
-        monkeypatch.setattr(run_log, "write_value", lost)
+        monkeypatch.setattr(tables, "write_value", lost)
         with pytest.raises(LogLostError, match="has lost a part"):
             stored(log, any_table(tokens=50_000))
         log.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from typing import Any
 from urllib.parse import quote
@@ -26,6 +26,7 @@ from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, keys, row_keys, same, started, stored
 from tests.redis.servers import RedisServer, StartRedis, wait_until
+from tests.storage.tables import compact, snapshot_in
 from tests.storage.test_stores import sources
 
 
@@ -34,14 +35,14 @@ class TestRunStore:
         log = store.create("run", b"{}")
         started(log)
         log.append(b"before", {})
-        log.compact(b"first")
+        compact(log, b"first")
         log.append(b"between", {})
-        log.compact(b"all before")
+        compact(log, b"all before")
         log.append(b"after", {})
         log.close()
         log = store.open("run")
         replay = log.replay()
-        assert (replay.snapshot, list(replay.records)) == (b"all before", [b"after"])
+        assert (snapshot_in(replay), list(replay.records)) == (b"all before", [b"after"])
         log.append(b"more", {})
         log.close()
         assert started(store.open("run")) == [b"after", b"more"]
@@ -49,14 +50,24 @@ class TestRunStore:
         length = store._client.xlen(store._keys("run").log)
         assert length == 3, "the log begins with the last record that the snapshot includes"
 
-    @pytest.mark.usefixtures("small_values")
-    def test_a_snapshot_may_be_larger_than_a_value(self, store: RedisRunStore) -> None:
+    def test_a_snapshot_is_in_pieces_and_begun_ones_are_removed(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
-        snapshot = bytes(range(256)) * 10
-        log.compact(snapshot)
+        log.append(b"before", {})
+        log.compact(log.end, [b"one", b"", b"three"])
+
+        def broken() -> Iterator[bytes]:
+            yield b"four"
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            log.compact(log.end, broken())
+        assert len([key for key in keys(store) if ":snapshot:" in key]) == 3
+        log.append(b"after", {})
         log.close()
-        assert store.open("run").replay().snapshot == snapshot
+        replay = store.open("run").replay()
+        assert replay.snapshot is not None
+        assert ([*replay.snapshot], list(replay.records)) == ([b"one", b"", b"three"], [b"after"])
         store.delete("run")
         assert keys(store) == set()
 
@@ -73,7 +84,7 @@ class TestRunStore:
         started(log)
         while not log.is_long:
             log.append(bytes(4 << 20), {})
-        log.compact(bytes(10 << 20))
+        compact(log, bytes(10 << 20))
         for _ in range(6):
             assert not log.is_long
             log.append(bytes(4 << 20), {})
@@ -89,7 +100,7 @@ class TestRunStore:
             store.create("run", b"{}")
         started(log)
         stored(log, any_table())
-        log.compact(b"one")
+        compact(log, b"one")
         store.delete("run")
         log.close()
         store.delete("run")
@@ -129,9 +140,9 @@ class TestRunStore:
         config = store._keys("run").config
         described = store._client.get(config)
         assert isinstance(described, bytes)
-        store._client.set(config, described.replace(b'"format":2', b'"format":3'))
+        store._client.set(config, described.replace(b'"format":3', b'"format":4'))
         for each in (store, other):
-            with pytest.raises(InvalidArgumentError, match="has format 3 in Redis and this version reads 2"):
+            with pytest.raises(InvalidArgumentError, match="has format 4 in Redis and this version reads 3"):
                 each.open("run")
 
     def test_a_process_that_is_not_introduced_yet_claims_nothing(self, url: str, join: Join) -> None:
@@ -224,7 +235,7 @@ class TestOwnership:
             before.append(b"of the former", {})
         assert before.is_lost
         with pytest.raises(LogLostError):
-            before.compact(b"of the former")
+            compact(before, b"of the former")
         with pytest.raises(LogLostError):
             shards.publish("run", 0, b"other", sources(first=b"other"))
         with pytest.raises(LogLostError):
@@ -352,7 +363,7 @@ def test_a_run_that_cannot_be_read_is_deleted_whole(redis_server: RedisServer, j
     config = store._keys("run").config
     described = store._client.get(config)
     assert isinstance(described, bytes)
-    store._client.set(config, described.replace(b'"format":2', b'"format":9'))
+    store._client.set(config, described.replace(b'"format":3', b'"format":9'))
     with pytest.raises(InvalidArgumentError, match="use the version that wrote it"):
         store.open("run")
     store.delete("run")
@@ -369,7 +380,7 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing_in_a_server_that_is_full(
     started(log)
     server.client().config_set("maxmemory", 40 << 20)
     with pytest.raises(UnavailableError, match="out of memory"):
-        log.compact(bytes(60 << 20))
+        compact(log, bytes(60 << 20))
     assert [key for key in keys(store) if ":snapshot:" in key] == []
     log.append(b"goes on", {})
 

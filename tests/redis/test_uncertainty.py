@@ -19,6 +19,7 @@ from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereErro
 from tests.redis.proxy import Proxy
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, same, started, stored
 from tests.redis.servers import RedisServer, StartRedis, wait_until
+from tests.storage.tables import compact
 from tests.storage.test_stores import sources
 
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class TestDoubt:
             return store.open("run")
 
         def compact() -> None:
-            log.compact(b"all")
+            log.compact(log.end, [b"a", b"ll"])
 
         def publish() -> None:
             shards.publish("run", 0, b"{}", sources(first=b"x"))
@@ -429,7 +430,7 @@ class TestRollback:
         other = join(redis_server.url, 1).open("run")
         started(other)
         other.append(b"four", {})
-        other.compact(b"all")
+        compact(other, b"all")
         other.append(b"five", {})
         other.close()
         assert not store.open("run").replay().is_short()

@@ -271,6 +271,7 @@ class HeldBuilders(Executor):
 
 
 _log_threads = ThreadPoolExecutor(8, "tests-log")
+_snapshot_thread = ThreadPoolExecutor(1, "tests-snapshot")
 
 
 def shared_by(
@@ -284,12 +285,14 @@ def shared_by(
 ) -> Shared:
     """What runs share in a service."""
     room, budget = room or ShardRoom(), budget or RowBudget(8 << 30)
-    return Shared(store, room, budget, build_batch, Monitor, clock, builders, _log_threads, asyncio.Lock())
+    return Shared(
+        store, room, budget, build_batch, Monitor, clock, builders, _log_threads, _snapshot_thread, asyncio.Lock()
+    )
 
 
 async def settle(run: Any, builders: HeldBuilders) -> None:
     """Returns when the run's background tasks are done, but for builds that wait to be asked for."""
-    while len(run._background._tasks) > len(builders.waiting) + builders.is_building:
+    while len(run._background._tasks) > len(builders.waiting) + builders.is_building or run._writer.compaction._writing:
         await asyncio.sleep(0.0005)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.storage.journal.database import FILE_NAME
 from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore
-from gristmill_service.storage.run_store import CheckNames, Replay, any_names
+from gristmill_service.storage.run_store import CheckNames, LogEnd, Replay, any_names
 
 PATIENCE_S = 60.0
 
@@ -27,10 +27,11 @@ class RecordingLog(MemoryRunLog):
 
     def __init__(self) -> None:
         super().__init__()
-        self.snapshot: bytes | None = None
+        self.snapshot: list[bytes] | None = None
         self.records: list[bytes] = []
         self.tables: dict[int, Steps] = {}
         self.refuses = self.generation = self.first_number = 0
+        self._lock = threading.Lock()
 
     def of(self, config: bytes) -> RecordingLog:
         self.config = config
@@ -51,12 +52,17 @@ class RecordingLog(MemoryRunLog):
         if self.refuses:
             self.refuses -= 1
             raise UnavailableError("the book is full")
-        self.records.append(record)
+        with self._lock:
+            self.records.append(record)
+            self.end = LogEnd(self.end.number + 1)
         self.tables |= tables
         self.first_number = max([self.first_number, *(number + 1 for number in tables)])
 
-    def compact(self, snapshot: bytes) -> None:
-        self.snapshot, self.records = snapshot, []
+    def compact(self, end: LogEnd, snapshot: Iterable[bytes]) -> None:
+        pieces = [*snapshot]
+        with self._lock:
+            after = self.end.number - end.number
+            self.snapshot, self.records = pieces, self.records[len(self.records) - after :]
 
     def get(self, number: int) -> Steps:
         if number not in self.tables:

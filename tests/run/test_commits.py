@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,7 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.codec import encode_event
 from gristmill_service.run.machine.events import PolicyVersionAnnounced
 from gristmill_service.run.rows.declared_prefixes import prepare
-from gristmill_service.storage.run_store import LogLostError
+from gristmill_service.storage.run_store import LogEnd, LogLostError
 from tests.on_loop import loop, on_loop
 from tests.run.harness import Bench, group_rows, row, table, wait_until
 from tests.run.logs import PATIENCE_S, HeldAppends, RecordingLog
@@ -38,13 +38,13 @@ class CompactingLog(RecordingLog):
         self.compacting, self.may_compact, self.snapshots = threading.Event(), threading.Event(), 0
         self.may_compact.set()
 
-    def compact(self, snapshot: bytes) -> None:
+    def compact(self, end: LogEnd, snapshot: Iterable[bytes]) -> None:
         self.compacting.set()
         assert self.may_compact.wait(PATIENCE_S)
         if self.errors:
             raise self.errors.pop(0)
+        super().compact(end, snapshot)
         self.snapshots += 1
-        super().compact(snapshot)
 
 
 def start(call: Callable[..., Any], *args: Any) -> Any:
@@ -85,7 +85,7 @@ class TestCompaction:
         assert (log.snapshots, log.records) == (1, [])
         assert bench.replayed() == bench.state
 
-    def test_what_is_added_during_it_is_appended_behind_it(self) -> None:
+    def test_appends_go_on_meanwhile(self) -> None:
         log = CompactingLog()
         log.may_compact.clear()
         log.is_long = False
@@ -95,7 +95,8 @@ class TestCompaction:
             first = pool.submit(bench.run.submit, table(row("a")))
             assert log.compacting.wait(PATIENCE_S)
             other = pool.submit(bench.run.submit, table(row("b")))
-            wait_until(lambda: len(bench.run._writer.commits._waiting) == 2)
+            wait_until(lambda: len(log.records) == 2 and not bench.run._writer.commits._waiting)
+            assert log.snapshots == 0
             log.may_compact.set()
             first.result(PATIENCE_S)
             other.result(PATIENCE_S)
@@ -120,28 +121,29 @@ class TestCompaction:
         log.is_long = False
         bench = Bench(log=log)
         log.is_long, log.errors = True, [LogLostError("another process owns the run")]
-        with pytest.raises(UnavailableError, match="another process owns the run"):
-            bench.submit(row("a"))
+        assert bench.submit(row("a")) == ["ACCEPTED"]
         assert bench.run.is_lost
 
     def test_it_is_encoded_beside_the_loop(self) -> None:
-        bench, threads = Bench(log=CompactingLog()), list[threading.Thread]()
+        log, threads = CompactingLog(), list[threading.Thread]()
+        log.is_long = False
+        bench = Bench(log=log)
+        log.is_long = True
 
-        def begin() -> Callable[[], bytes]:
+        def take() -> Iterator[bytes]:
             threads.append(threading.current_thread())
-            return encode
+            return encode()
 
-        def encode() -> bytes:
+        def encode() -> Iterator[bytes]:
             threads.append(threading.current_thread())
-            return b""
+            yield b""
 
-        async def compact() -> threading.Thread:
-            commits.compact(begin)
-            await commits.safe()
+        async def this_thread() -> threading.Thread:
             return threading.current_thread()
 
-        commits = bench.run._writer.commits
-        on_the_loop = on_loop(compact)
+        bench.run._writer.compaction._snapshot = take
+        bench.submit(row("a"))
+        on_the_loop = on_loop(this_thread)
         assert threads[0] is on_the_loop
         assert threads[1] is not on_the_loop
 
@@ -154,7 +156,7 @@ class TestCompaction:
             first = pool.submit(bench.run.submit, table(row("a")))
             assert held.entered.wait(PATIENCE_S)
             log.is_long = True
-            bench.run._writer.commits.compact(bench.run._writer._snapshot)
+            bench.run._writer.commits.compact(bench.run._writer.compaction)
             monkeypatch.setattr("gristmill_service.run.machine.decisions.sealing.consequences", lambda *given: 1 / 0)
             defect = pool.submit(bench.run.announce, 1)
             wait_until(lambda: bool(bench.run.is_lost))
@@ -247,20 +249,25 @@ class TestDefects:
     """Nobody waits for ever."""
 
     @pytest.mark.parametrize("is_encoding", [False, True])
-    def test_a_snapshot_that_cannot_be_made_loses_the_run(self, is_encoding: bool) -> None:
-        bench = Bench()
+    def test_a_snapshot_that_cannot_be_made_leaves_the_log_long(self, is_encoding: bool) -> None:
+        log = CompactingLog()
+        log.is_long = False
+        bench = Bench(log=log)
+        log.is_long = True
 
-        def fail() -> Any:
+        def fail() -> Iterator[bytes]:
             raise ZeroDivisionError
 
-        async def compact() -> None:
-            commits.compact((lambda: fail) if is_encoding else fail)
-            await commits.safe()
+        def fail_later() -> Iterator[bytes]:
+            yield b""
+            raise ZeroDivisionError
 
-        commits = bench.run._writer.commits
-        with pytest.raises(UnavailableError):
-            on_loop(compact)
-        assert bench.run.is_lost
+        bench.run._writer.compaction._snapshot = fail_later if is_encoding else fail
+        assert bench.submit(row("a")) == ["ACCEPTED"]
+        assert bench.run._writer.compaction.failed == "ZeroDivisionError()"
+        assert bench.submit(row("b")) == ["ACCEPTED"]
+        assert not bench.run.is_lost
+        assert (bench.log.snapshots, bench.replayed()) == (0, bench.state)
 
     def test_threads_that_are_gone_lose_the_run(self) -> None:
         lost, threads = list[bool](), ThreadPoolExecutor(1)

@@ -13,7 +13,7 @@ from gristmill.errors import BatchFailedError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position
-from gristmill_service.run.machine.codec import encode_state
+from gristmill_service.run.machine.codec import snapshot_of
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import BatchFailed, BatchWithdrawn, Resized
 from gristmill_service.storage.journal.run_store import JournalRunStore
@@ -309,7 +309,7 @@ def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], Ru
     """another: the same store, as another process opens it."""
     before = _begun(store)
     if is_compacted:
-        before._log.compact(encode_state(before._writer.state))
+        before._log.compact(before._log.end, snapshot_of(before._writer.state))
     before.close_log()
     run, builders = _opened(another())
     build_all(run, builders)

@@ -14,7 +14,7 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.run.machine.codec import encode_state
+from gristmill_service.run.machine.codec import snapshot_of
 from gristmill_service.run.written_columns import SentColumns
 from tests.pipeline.written import column
 from tests.run.forwarded import (
@@ -35,14 +35,14 @@ class TestWrites:
         if is_complete:
             write_all(bench.run)
             bench.make_batches()
-        state, records = encode_state(bench.state), len(bench.log.records)
+        state, records = [*snapshot_of(bench.state)], len(bench.log.records)
         bench.run.write(0, 0, 0, 1, sent)
-        assert (encode_state(bench.state), len(bench.log.records)) == (state, records)
+        assert ([*snapshot_of(bench.state)], len(bench.log.records)) == (state, records)
         with pytest.raises(
             AlreadyExistsError, match="batch 0 mini-batch 0 rank 0: ref_logprobs was already written with other values"
         ):
             bench.run.write(0, 0, 0, 1, {**sent, "ref_logprobs": sent["ref_logprobs"] + 1})
-        assert encode_state(bench.state) == state
+        assert [*snapshot_of(bench.state)] == state
 
     def test_a_write_that_has_a_part_already_adds_the_rest(self) -> None:
         bench = forwarded()
@@ -77,10 +77,10 @@ class TestWrites:
     ) -> None:
         bench = forwarded()
         call = {"mini_batch": 0, "rank": 0, "incarnation": 1, "tensors": values_for(shard(bench.run, 0, 0))}
-        state = encode_state(bench.state)
+        state = [*snapshot_of(bench.state)]
         with pytest.raises(InvalidArgumentError, match=message):
             bench.run.write(0, **{**call, **change})
-        assert encode_state(bench.state) == state
+        assert [*snapshot_of(bench.state)] == state
 
     def test_a_batch_that_waits_for_nothing_takes_none(self) -> None:
         bench = forwarded()
@@ -129,11 +129,11 @@ class TestWrites:
         elif last != "both":
             first = next(name for name in tensors if name != last)
             bench.run.write(0, 0, 0, 1, {first: tensors.pop(first)})
-        held = encode_state(bench.state)
+        held = [*snapshot_of(bench.state)]
         message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, and the KL is inf, .* log-probabilities -2.0 and 800.0"
         with pytest.raises(InvalidArgumentError, match=message):
             bench.run.write(0, 0, 0, 1, tensors)
-        assert encode_state(bench.state) == held
+        assert [*snapshot_of(bench.state)] == held
         if "ref_logprobs" in tensors:
             tensors["ref_logprobs"][0, 1] = 0
             bench.run.write(0, 0, 0, 1, tensors)

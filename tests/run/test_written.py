@@ -18,7 +18,7 @@ from gristmill.errors import (
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState, ColumnPlace, Position
-from gristmill_service.run.machine.codec import encode_state
+from gristmill_service.run.machine.codec import snapshot_of
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory import MemoryShardStore
@@ -307,7 +307,7 @@ def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], Ru
     for place in PLACES[:2]:
         run.write(0, *place, 1, sent[place])
     if is_compacted:
-        run._log.compact(encode_state(run._writer.state))
+        run._log.compact(run._log.end, snapshot_of(run._writer.state))
     run.close_log()
 
     run, builders = opened(another().open("run"), config)

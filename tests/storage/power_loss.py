@@ -21,7 +21,7 @@ from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.storage.dying_disk import Note, Promises, environment, read_notes
-from tests.storage.tables import any_table
+from tests.storage.tables import any_table, compact, snapshot_in
 
 _STEPS = 150
 
@@ -82,7 +82,7 @@ def work(directory: Path, fsync: run_log.Fsync, seed: int) -> None:
             log.flush()
             flushed = answered
         elif kind == "compact":
-            log.compact(b"%d" % answered)
+            compact(log, b"%d" % answered)
         else:
             log.append(_record(kind, numbers), {number: table(number) for number in numbers} if kind == "add" else {})
             answered += 1
@@ -106,7 +106,7 @@ def opened(store: JournalRunStore) -> tuple[JournalRunLog, int, bool]:
     """The run's log, how many records it has, and whether it is short."""
     log = store.open("run")
     replay = log.replay()
-    return log, int(replay.snapshot or b"0") + len(list(replay.records)), replay.is_short()
+    return log, int(snapshot_in(replay) or b"0") + len(list(replay.records)), replay.is_short()
 
 
 if __name__ == "__main__":

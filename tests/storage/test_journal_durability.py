@@ -19,7 +19,7 @@ from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.run_store import LogLostError
-from tests.storage.tables import any_table, digests_of, lost_tables, same
+from tests.storage.tables import any_table, compact, digests_of, lost_tables, same
 
 FRAME_BYTES = 24 + database.PAGE_BYTES
 NAMES = ("journal.sqlite", "journal.sqlite-wal")
@@ -104,7 +104,7 @@ class TestMachineThatWentDown:
         machine.boot()
         assert machine.restart()
         assert machine.log.retain([]) == set()
-        machine.log.compact(b"all")
+        compact(machine.log, b"all")
         machine.log.flush()
         assert machine.restart()
         machine.log.close()
@@ -144,7 +144,7 @@ class TestMachineThatWentDown:
     def test_a_run_that_was_moved_from_another_machine_while_it_was_open_may_be_short(self, machine: Machine) -> None:
         machine.restart()
         machine.log.append(b"one", {})
-        machine.log.compact(b"all")
+        compact(machine.log, b"all")
         machine.boot()
         assert machine.restart()
 
@@ -395,7 +395,7 @@ class TestSyncing:
                 return super().execute(statement, *parameters)
 
         machine.log._writer.close()
-        machine.log._writer = sqlite3.connect(
+        machine.log._writer.sqlite = sqlite3.connect(
             machine.run / "journal.sqlite", factory=Failing, isolation_level=None, check_same_thread=False
         )
         with pytest.raises(LogLostError, match="disk I/O error"):
@@ -438,7 +438,6 @@ class TestCheckpoints:
         assert same(machine.log.get(1), any_table(1))
         machine.log.sync()
         assert machine.log._synced == machine.log._commits
-        machine.log.compact(b"all")
         machine.log.remove([0])
         assert flushing.is_alive()
         Slow.may_go_on.set()
@@ -507,7 +506,7 @@ class TestCheckpoints:
             if number >= 50:
                 log.remove([number - 50])
             if number % 100 == 99:
-                log.compact(b"")
+                compact(log, b"")
             if number == 600:
                 done.set()
 

@@ -23,7 +23,7 @@ from gristmill_service.settings import Settings
 from gristmill_service.storage.backends import StorageUnreachableError, open_storage
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from tests.storage.tables import any_table, same
+from tests.storage.tables import any_table, compact, same
 
 
 @pytest.fixture
@@ -96,12 +96,14 @@ class TestRunStore:
     def test_its_tables_are_read_by_the_shell(self, store: JournalRunStore, directory: Path) -> None:
         log = created(store)
         log.append(b"one", {0: any_table()})
-        log.compact(b"all")
+        compact(log, b"all")
         log.append(b"two", {1: any_table(), 2: any_table()})
         with closing(sqlite3.connect(f"file:{directory}/run-run/journal.sqlite?mode=ro", uri=True)) as database:
-            assert database.execute("SELECT format, name, config FROM run").fetchall() == [(2, "run", "{}")]
-            assert database.execute("SELECT number, next_table, state FROM snapshot").fetchall() == [(1, 1, b"all")]
-            assert database.execute("SELECT number, next_table, record FROM events").fetchall() == [(2, 3, b"two")]
+            assert database.execute("SELECT format, name, config FROM run").fetchall() == [(3, "run", "{}")]
+            assert database.execute("SELECT number, next_table, first, last FROM snapshot").fetchall() == [(1, 1, 1, 1)]
+            assert database.execute("SELECT number, content FROM pieces").fetchall() == [(1, b"all")]
+            events = database.execute("SELECT number, next_table, record FROM events WHERE number > 1").fetchall()
+            assert events == [(2, 3, b"two")]
             assert database.execute("SELECT number FROM tables").fetchall() == [(0,), (1,), (2,)]
         log.append(b"three", {})
         log.close()
@@ -111,7 +113,7 @@ class TestRunStore:
         while not log.is_long:
             log.append(bytes(1 << 20), {})
         assert log.log_bytes == 17 << 20
-        log.compact(bytes(20 << 20))
+        compact(log, bytes(20 << 20))
         assert log.log_bytes == 20 << 20
         for _ in range(40):
             assert not log.is_long
@@ -133,7 +135,7 @@ class TestRunStore:
         log = store.open("run")
         log.replay()
         read: list[int] = []
-        monkeypatch.setattr(log, "_read", read.append)
+        monkeypatch.setattr(log._reader, "read_rows", read.append)
         assert log.retain({0, 2, 9}) == {9}
         assert read == []
         monkeypatch.undo()
@@ -256,11 +258,11 @@ class TestUnreadable:
     ) -> None:
         created(store, name).close()
         [path] = directory.rglob("journal.sqlite")
-        execute(path, "UPDATE run SET format = 3")
+        execute(path, "UPDATE run SET format = 4")
         content = path.read_bytes()
         assert store.names() == [name]
         with pytest.raises(
-            InvalidArgumentError, match="has format 3 and this version reads 2; use the version that wrote it"
+            InvalidArgumentError, match="has format 4 and this version reads 3; use the version that wrote it"
         ):
             store.open(name)
         assert path.read_bytes() == content
@@ -326,7 +328,7 @@ class TestCreation:
             store = JournalRunStore(tmp_path / "new" / "journal", "interval")
             log = created(store)
             log.append(b"one", {0: any_table()})
-            log.compact(b"snapshot")
+            compact(log, b"snapshot")
         finally:
             os.umask(before)
         files = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
@@ -344,7 +346,7 @@ class TestOpenLogs:
         log.close()
         calls: list[Callable[[], object]] = [
             lambda: log.append(b"two", {}),
-            lambda: log.compact(b""),
+            lambda: compact(log, b""),
             lambda: log.get(0),
             lambda: log.replay(),
         ]
@@ -366,7 +368,7 @@ class TestOpenLogs:
         with pytest.raises(UnavailableError, match="is closed: the run is"):
             before.append(b"one", {0: any_table()})
         with pytest.raises(UnavailableError, match="is closed: the run is"):
-            before.compact(b"")
+            compact(before, b"")
         after.append(b"one", {})
         before.close()
         assert store.open("run").replay().records == [b"one"]
@@ -383,7 +385,7 @@ class TestOpenLogs:
         calls: list[Callable[[], object]] = [
             lambda: before.append(b"lost", {4: any_table()}),
             lambda: before.get(0),
-            lambda: before.compact(b"lost"),
+            lambda: compact(before, b"lost"),
             lambda: before.retain([0]),
             lambda: before.replay(),
         ]

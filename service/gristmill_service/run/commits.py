@@ -7,17 +7,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
-import structlog
-
 from gristmill._wire.steps import Steps
 from gristmill.errors import UnavailableError
+from gristmill_service.run.compaction import Compaction
 from gristmill_service.run.machine.codec import EncodedEvent, record_of
 from gristmill_service.storage.row_tables import nbytes
-from gristmill_service.storage.run_store import LogLostError, RunLog
-
-_log = structlog.get_logger(__name__)
-
-MakeSnapshot = Callable[[], Callable[[], bytes] | None]
+from gristmill_service.storage.run_store import RunLog
 
 
 class Commits:
@@ -30,7 +25,7 @@ class Commits:
         self._log, self._threads, self._on_lost = log, threads, on_lost
         self._events: list[EncodedEvent] = []
         self._tables: dict[int, Steps] = {}
-        self._snapshot: MakeSnapshot | None = None
+        self._compaction: Compaction | None = None
         self._added = self._safe = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._is_appending = False
@@ -55,10 +50,9 @@ class Commits:
             # Deferred, so that commands of the same loop iteration share the append.
             asyncio.get_running_loop().call_soon(self._begin)
 
-    def compact(self, snapshot: MakeSnapshot) -> None:
-        """Replaces the log by a snapshot of the state, with the next append. snapshot: returns a function that encodes
-        the state as it is at that call; None if it is unusable."""
-        self._snapshot = snapshot
+    def compact(self, compaction: Compaction) -> None:
+        """Starts a compaction with the next append."""
+        self._compaction = compaction
         self.add((), {})
 
     async def safe(self) -> None:
@@ -80,33 +74,24 @@ class Commits:
             await asyncio.wait([future])
 
     def _begin(self) -> None:
-        events, tables, make_snapshot, number = self._events, self._tables, self._snapshot, self._added
-        self._events, self._tables, self._snapshot, self._appending = [], {}, None, tables
+        events, tables, compaction, number = self._events, self._tables, self._compaction, self._added
+        self._events, self._tables, self._compaction, self._appending = [], {}, None, tables
+        if compaction is not None:
+            # The snapshot must contain exactly these events, so take it before more are added.
+            compaction.take()
         loop = asyncio.get_running_loop()
         try:
-            # The snapshot must contain exactly these events, so take it before more are added.
-            snapshot = None if make_snapshot is None else make_snapshot()
-            appending = loop.run_in_executor(self._threads, self._append, events, tables, snapshot)
+            appending = loop.run_in_executor(self._threads, self._append, events, tables)
         except Exception as error:  # noqa: BLE001 - a defect, and nobody may wait for ever
-            self._end(number, error)
+            self._end(number, error, None)
             return
-        appending.add_done_callback(lambda done: self._end(number, done.exception()))
+        appending.add_done_callback(lambda done: self._end(number, done.exception(), compaction))
 
-    def _append(
-        self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps], snapshot: Callable[[], bytes] | None
-    ) -> None:
+    def _append(self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps]) -> None:
         if events:
             self._log.append(record_of(events), tables)
-        if snapshot is not None:
-            try:
-                self._log.compact(snapshot())
-            except LogLostError:
-                raise
-            except UnavailableError as error:
-                # The log stays valid, but long.
-                _log.warning("log not compacted", run_id=self._log.run_id, reason=str(error))
 
-    def _end(self, number: int, error: BaseException | None) -> None:
+    def _end(self, number: int, error: BaseException | None, compaction: Compaction | None) -> None:
         self._is_appending, self._appending = False, {}
         if error is not None:
             self._error = error if isinstance(error, Exception) else UnavailableError(repr(error))
@@ -119,6 +104,8 @@ class Commits:
             self._on_lost()
             return
         self._safe = number
+        if compaction is not None:
+            compaction.write()
         while self._waiting and self._waiting[0][0] <= number:
             future = self._waiting.popleft()[1]
             if not future.done():

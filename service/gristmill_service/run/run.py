@@ -78,8 +78,8 @@ class Shared(NamedTuple):
 
     pipeline: builds the shards of a sealed batch. make_monitor(clock, now): `now` returns the time on the run's clock.
     clock: seconds, like `time.monotonic`.
-    builders, log_threads: the thread pools that build batches, and that append to logs. looking: a lock of runs whose
-    tables are looked through, so that one is at a time.
+    builders, log_threads, snapshot_thread: the thread pools that build batches, that append to logs, and that write
+    snapshots, one at a time. looking: a lock of runs whose tables are looked through, so that one is at a time.
     """
 
     store: ShardStore
@@ -90,6 +90,7 @@ class Shared(NamedTuple):
     clock: Callable[[], float]
     builders: Executor
     log_threads: Executor
+    snapshot_thread: Executor
     looking: asyncio.Lock
 
 
@@ -123,8 +124,9 @@ class Run:
             return clock() + offset
 
         self.monitor = shared.make_monitor(clock, now)
+        threads = (shared.log_threads, shared.snapshot_thread)
         self._writer = writer = Writer(
-            name, state, rows, tables, config, log, self.monitor, shared.budget, clock, now, shared.log_threads
+            name, state, rows, tables, config, log, self.monitor, shared.budget, clock, now, *threads
         )
         self._builder = BatchBuilder(
             name, writer, log, shared.store, shared.room, shared.pipeline, self.monitor, clock, shared.builders
@@ -440,6 +442,7 @@ class Run:
         running."""
         self._writer.close(error)
         await self._writer.commits.close()
+        await self._writer.compaction.close()
 
     def abandon_build(self) -> None:
         """After `close`: cancels the publication of the batch that is being computed, to speed up `wait_idle`."""

@@ -83,6 +83,7 @@ class Runs:
         self._budget, self._max_runs = RowBudget(max_row_bytes, limits_of_each), max_runs
         self._builders = started_pool(_BUILDERS, "gristmill-build")
         self._log_threads = started_pool(_LOG_THREADS, "gristmill-log")
+        self._snapshot_thread = started_pool(1, "gristmill-snapshot")
         self._shared = Shared(
             shard_store,
             ShardRoom(),
@@ -92,6 +93,7 @@ class Runs:
             clock,
             self._builders,
             self._log_threads,
+            self._snapshot_thread,
             asyncio.Lock(),
         )
         self._runs: dict[str, Run] = {}
@@ -288,6 +290,7 @@ class Runs:
             await run.close_log()
         self._builders.shutdown(wait=False, cancel_futures=True)
         self._log_threads.shutdown(wait=False)
+        self._snapshot_thread.shutdown(wait=False)
 
     # --- Opening and closing one run. A name's lock is held.
 

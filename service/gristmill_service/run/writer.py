@@ -8,7 +8,7 @@ and callers without an answer retry.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from gristmill_service.access.quotas import NO_LIMITS, Quota, Usage
 from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.run.capacity import RowBudget
 from gristmill_service.run.commits import Commits
+from gristmill_service.run.compaction import Compaction
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.codec import encode_event, snapshot_of
 from gristmill_service.run.machine.decisions import admission, sealing
@@ -53,7 +54,6 @@ from gristmill_service.storage.run_store import RunLog
 
 T = TypeVar("T")
 
-_COMPACT_AGAIN_S = 10.0
 NO_TABLES: Mapping[int, Steps] = MappingProxyType({})
 
 
@@ -107,6 +107,7 @@ class Writer:
         clock: Callable[[], float],
         now: Callable[[], float],
         threads: Executor,
+        snapshot_thread: Executor,
     ) -> None:
         self.state, self.rows, self.tables, self.waiters = state, rows, tables, Waiters()
         self.config, self.now = with_dp_size(config, state.dp_size), now
@@ -114,11 +115,11 @@ class Writer:
         self.asked: dict[int, int] = {}
         self.on_effects: Callable[[Effects], None] = lambda effects: None
         self.commits = Commits(log, threads, self.lose)
+        self.compaction = Compaction(log, snapshot_thread, clock, self._snapshot, self.lose)
         self.table_numbers = itertools.count(log.first_number)
-        self._name, self._log, self._monitor, self._budget, self._clock = name, log, monitor, budget, clock
+        self._name, self._log, self._monitor, self._budget = name, log, monitor, budget
         self._has_rows_in_memory = log.is_remote or not log.reads_rows
         self._is_lost = False
-        self._compact_after = 0.0
         budget.hold(name, 0)
 
     # --- Decisions
@@ -171,9 +172,8 @@ class Writer:
             raise
         if encoded:
             self.commits.add(encoded, effects.tables)
-        if self._log.is_long and self._clock() >= self._compact_after:
-            self._compact_after = self._clock() + _COMPACT_AGAIN_S
-            self.commits.compact(self._snapshot)
+        if self._log.is_long and self.compaction.is_due:
+            self.commits.compact(self.compaction)
         self._budget.hold(self._name, admission.row_bytes_promised(self.state), self._usage())
         if effects.topics:
             room = self.room()
@@ -231,7 +231,7 @@ class Writer:
         effects.tables[number] = table
         self.rows.add(number, to_stored(table) if self._has_rows_in_memory else None, len(table), rows)
 
-    def _snapshot(self) -> Callable[[], bytes] | None:
+    def _snapshot(self) -> Iterator[bytes] | None:
         # After a defect, events may be applied only in part.
         return None if self._is_lost else snapshot_of(self.state)
 

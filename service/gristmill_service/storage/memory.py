@@ -17,7 +17,7 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
 from gristmill_service.storage.memory_room import Writes, memory_room
 from gristmill_service.storage.row_tables import Stored
-from gristmill_service.storage.run_store import CheckNames, Replay, RunStore, any_names, check_config
+from gristmill_service.storage.run_store import CheckNames, LogEnd, Replay, RunStore, any_names, check_config
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 
 
@@ -56,6 +56,7 @@ class MemoryRunLog:
     reads_rows = is_remote = is_lost = is_long = False
     log_bytes = first_number = 0
     lease: float | None = None
+    end = LogEnd()
 
     def __init__(self, config: bytes = b"{}") -> None:
         self.config, self.run_id = config, uuid.uuid4().hex
@@ -78,7 +79,7 @@ class MemoryRunLog:
     def flush(self) -> None:
         pass
 
-    def compact(self, snapshot: bytes) -> None:
+    def compact(self, end: LogEnd, snapshot: Iterable[bytes]) -> None:
         pass
 
     def get(self, number: int) -> Stored:

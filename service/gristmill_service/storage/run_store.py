@@ -44,27 +44,46 @@ def any_names(names: Collection[str]) -> None:
 
 
 class Replay(NamedTuple):
-    """A run's log: a snapshot (None if there is none) and the records that were appended after it.
+    """A run's log: the pieces of a snapshot (None if there is none) and the records that were appended after it. Pieces
+    are read one after the other: their iterator raises InvalidArgumentError if the snapshot is damaged.
 
     is_short: returns whether confirmed records are, or may be, missing at the end of the log. Call it after all records
     are read. generation: the run's generation at the last confirmed record; 0: unknown. The log may have lost it, too.
     """
 
-    snapshot: bytes | None
+    snapshot: Iterable[bytes] | None
     records: Iterable[bytes]
     is_short: Callable[[], bool] = lambda: False
     generation: int = 0
 
 
+class LogEnd(NamedTuple):
+    """The end of a log at one time. number: of its last record. nbytes: the bytes of the records that were read or
+    appended since the log was opened."""
+
+    number: int = 0
+    nbytes: int = 0
+
+
+# A log with less bytes after its snapshot is not long, and one with more is. In between, it may have twice the bytes of
+# its snapshot: snapshots then write at most as many bytes as the log.
+_SHORT_TAIL, _LONG_TAIL = 16 << 20, 256 << 20
+
+
+def is_long_tail(tail: int, snapshot: int) -> bool:
+    """Returns whether a log of `tail` bytes after a snapshot of `snapshot` bytes should be replaced by a snapshot."""
+    return tail > min(max(_SHORT_TAIL, 2 * snapshot), _LONG_TAIL)
+
+
 class RunLog(Protocol):
     """One run's log and tables of rows.
 
-    Methods may block, and are called from threads: `append` and `compact` by one thread at a time, `flush` by another
-    thread at the same time, `get`, `get_all` and `remove` by any thread. Properties, `check` and `note_generation`
-    neither block nor lock, because the event loop uses them.
+    Methods may block, and are called from threads: `append`, `compact` and `flush` by one thread each, at the same
+    time, `get`, `get_all` and `remove` by any thread. Properties, `check` and `note_generation` neither block nor lock,
+    because the event loop uses them.
 
-    Methods raise UnavailableError if the log cannot be written or read now, or was closed. After a failed `append` or
-    `compact`, the run is reopened from the log, which determines whether the operation happened.
+    Methods raise UnavailableError if the log cannot be written or read now, or was closed. After a failed `append`, the
+    run is reopened from the log, which determines whether the operation happened.
     """
 
     config: bytes
@@ -121,8 +140,13 @@ class RunLog(Protocol):
     def is_long(self) -> bool:
         """Whether `compact` would make a replay much faster."""
 
-    def compact(self, snapshot: bytes) -> None:
-        """Replaces all records by a snapshot of the resulting state."""
+    @property
+    def end(self) -> LogEnd:
+        """The end of the log. Valid while no append is running."""
+
+    def compact(self, end: LogEnd, snapshot: Iterable[bytes]) -> None:
+        """Replaces the records up to `end` by the pieces of a snapshot of the state after them, while others are
+        appended. After any error, the log has the records, or the snapshot; it is lost only after a LogLostError."""
 
     def get(self, number: int) -> Stored:
         """Returns a table. Raises NotFoundError if it was removed or lost. A damaged table is either lost, or returned:

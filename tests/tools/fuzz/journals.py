@@ -15,7 +15,7 @@ import numpy as np
 
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
-from gristmill_service.run.machine.codec import decode_events, decode_state, encode_state
+from gristmill_service.run.machine.codec import decode_events, decode_state, snapshot_of
 from gristmill_service.run.rows.checked_tables import CheckedTables
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal.run_store import JournalRunStore
@@ -24,7 +24,8 @@ from tests.run.harness import Bench, group_rows
 from tests.tools.fuzz.mutate import changed_bytes, changed_document
 from tests.tools.fuzz.targets import Target
 
-_SNAPSHOT, _RECORD = b"s", b"r"
+# The first byte of an input: that of a record, or the index of a piece of the snapshot.
+_RECORD = b"r"
 
 
 @cache
@@ -42,7 +43,8 @@ def _bench() -> Bench:
 
 def _events() -> list[bytes]:
     bench = _bench()
-    return [*(_RECORD + record for record in bench.log.records), _SNAPSHOT + encode_state(bench.state)]
+    pieces = [bytes([index]) + piece for index, piece in enumerate(snapshot_of(bench.state))]
+    return [*(_RECORD + record for record in bench.log.records), *pieces]
 
 
 def _change_event(random: Random, data: bytes) -> bytes:
@@ -56,10 +58,12 @@ def _change_event(random: Random, data: bytes) -> bytes:
 
 
 def _read_event(data: bytes) -> None:
-    if data[:1] == _SNAPSHOT:
-        encode_state(decode_state(data[1:]))
-    else:
+    if data[:1] == _RECORD:
         decode_events(data[1:])
+    else:
+        pieces = [*snapshot_of(_bench().state)]
+        pieces[data[0]] = data[1:]
+        list(snapshot_of(decode_state(pieces)))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -27,11 +27,16 @@ class ClosedGroups(dict[GroupKey, T]):
         super().__setitem__(key, value)
         self._assigned += (key, value)
 
+    def extend(self, part: Sequence[Any]) -> None:
+        """Adds the entries of a part."""
+        self.update(zip(part[::2], part[1::2], strict=True))
+        self._assigned += part
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)
 
-    def parts(self) -> tuple[int, Iterator[list[Any]]]:
-        """Returns the number of entries so far, and an iterator over them in small parts, in each of which keys and
-        values alternate. A replaced entry occurs again, later. Takes constant time."""
+    def parts(self) -> Iterator[list[Any]]:
+        """Returns the entries so far in small parts, in each of which keys and values alternate. A replaced entry
+        occurs again, later. Takes constant time."""
         end = len(self._assigned)
-        return end // 2, (self._assigned[at : min(at + 2 * _PART, end)] for at in range(0, end, 2 * _PART))
+        return (self._assigned[at : min(at + 2 * _PART, end)] for at in range(0, end, 2 * _PART))

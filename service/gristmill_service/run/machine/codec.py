@@ -5,19 +5,20 @@ A new field needs a default, so that logs of older versions can be read; any oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, cast
+from itertools import islice
+from typing import Any, Literal, cast
 
 import msgspec
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine import events as kinds
 from gristmill_service.run.machine.closed_groups import ClosedGroups
-from gristmill_service.run.machine.events import Event
+from gristmill_service.run.machine.events import Event, GroupKey
 from gristmill_service.run.machine.state import State
 
-FORMAT = 2
+FORMAT = 3
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -27,7 +28,11 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
 }
 _state = msgspec.msgpack.Decoder(State)
 _record = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, msgspec.Raw]]])
-_snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_start = msgspec.msgpack.Decoder(tuple[int, int])
+_part = msgspec.msgpack.Decoder(tuple[Literal["closed", "closed_tags"], list[GroupKey | int | str]])
+
+# The bytes of a piece of a snapshot.
+_PIECE_BYTES = 1 << 20
 
 
 EncodedEvent = tuple[str, msgspec.Raw]
@@ -61,44 +66,37 @@ def decode_events(record: bytes) -> list[Event]:
         ) from None
 
 
-def encode_state(state: State) -> bytes:
-    return snapshot_of(state)()
-
-
-def snapshot_of(state: State) -> Callable[[], bytes]:
-    """Returns a function that encodes the state as it is now, to be called in a thread. Only what is small is encoded
-    here. The closed groups are encoded in the thread in parts, because encoding holds the interpreter's lock."""
+def snapshot_of(state: State) -> Iterator[bytes]:
+    """Returns the pieces of a snapshot of the state as it is now, each of about a megabyte. Only what is small is
+    encoded here. The iterator, which is for a thread, encodes the closed groups in parts, because encoding holds the
+    interpreter's lock."""
     closed = {name: cast(ClosedGroups[Any], getattr(state, name)).parts() for name in ("closed", "closed_tags")}
     rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name not in closed}
-    start = b"\x92" + _encoder.encode(FORMAT) + _map_header(len(rest) + len(closed)) + _content(rest)
+    encoded = memoryview(_encoder.encode(rest))
 
-    def encode() -> bytes:
-        pieces = [start]
-        for name, (count, parts) in closed.items():
-            # The content of a map is that of an array of its keys and values, and the last of equal keys counts.
-            pieces += [_encoder.encode(name), _map_header(count), *map(_content, parts)]
-        # Joining many bytes releases the interpreter's lock.
-        return b"".join(pieces)
+    def pieces() -> Iterator[bytes]:
+        starts = range(0, len(encoded), _PIECE_BYTES)
+        yield _encoder.encode((FORMAT, len(starts)))
+        for start in starts:
+            yield bytes(encoded[start : start + _PIECE_BYTES])
+        for name, parts in closed.items():
+            for part in parts:
+                yield _encoder.encode((name, part))
 
-    return encode
-
-
-def _map_header(count: int) -> bytes:
-    """Returns the header of a map with a length of 32 bits."""
-    return b"\xdf" + count.to_bytes(4, "big")
+    return pieces()
 
 
-def _content(values: Mapping[Any, Any] | Sequence[Any]) -> bytes:
-    """Encodes a map or an array without its header, whose size depends on the length."""
-    return _encoder.encode(values)[1 if len(values) < 1 << 4 else 3 if len(values) < 1 << 16 else 5 :]
-
-
-def decode_state(snapshot: bytes) -> State:
-    """Decodes a snapshot. Raises InvalidArgumentError if this version cannot read it."""
+def decode_state(pieces: Iterable[bytes]) -> State:
+    """Decodes the pieces of a snapshot, one after the other. Raises InvalidArgumentError if this version cannot read
+    it."""
+    left = iter(pieces)
     try:
-        version, fields = _snapshot.decode(snapshot)
+        version, count = _start.decode(next(left, b""))
         _check(version)
-        return _state.decode(fields)
+        state = _state.decode(b"".join(islice(left, count)))
+        for name, part in map(_part.decode, left):
+            cast(ClosedGroups[Any], getattr(state, name)).extend(part)
+        return state
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(
             f"the run's snapshot cannot be read: {error}; restore it, or delete the run"

@@ -2,12 +2,13 @@
 
 run        one row: the format, the run's name, id and configuration; `boot`, the machine's boot in which records were
            appended that may not be on the disk, NULL when all are
-snapshot   none or one row: the state after event `number`
-events     the events since then, numbered without gaps
+snapshot   none or one row: which pieces are the state after event `number`
+pieces     the snapshot in pieces, and pieces of an earlier or later one, which are removed
+events     the events since then, numbered without gaps, and earlier ones, which are removed
 tables     tables of rows, as `row_tables` encodes them
 
 next_table is a number that no table had when the event was appended, so that no number is used twice. SQLite has no
-checksums of contents, so events and snapshots contain one; tables are checked with the digests in the events.
+checksums of contents, so events and pieces contain one; tables are checked with the digests in the events.
 """
 
 from __future__ import annotations
@@ -18,30 +19,37 @@ import sqlite3
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import structlog
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service.storage.journal.disk_room import full_error
+from gristmill_service.storage.row_tables import TableBytes
 
 _log = structlog.get_logger(__name__)
 
 FILE_NAME = "journal.sqlite"
 WAL_NAME = f"{FILE_NAME}-wal"
-FORMAT = 2
+FORMAT = 3
 """The format that this version writes and reads."""
 
 # A small table needs two pages in the WAL, a large table two system calls per page.
 PAGE_BYTES = 8 << 10
 _PATIENCE_S = 1.0
+# Rows up to this size are copied with the interpreter's lock, for at most 0.1 ms.
+_SMALL_BYTES = 256 << 10
+# Each leaves 88 bytes.
+_MOST_BLOBS = 10_000
 _TABLES = (
     "CREATE TABLE run (format INTEGER, name TEXT, id TEXT, config TEXT, checksum INTEGER, boot TEXT)",
-    "CREATE TABLE snapshot (number INTEGER PRIMARY KEY, next_table INTEGER, checksum INTEGER, state BLOB)",
+    "CREATE TABLE snapshot "
+    "(number INTEGER, next_table INTEGER, first INTEGER, last INTEGER, bytes INTEGER, checksum INTEGER)",
+    "CREATE TABLE pieces (number INTEGER PRIMARY KEY, checksum INTEGER, content BLOB)",
     "CREATE TABLE events (number INTEGER PRIMARY KEY, next_table INTEGER, checksum INTEGER, record BLOB)",
     "CREATE TABLE tables (number INTEGER PRIMARY KEY, rows BLOB)",
 )
@@ -58,7 +66,7 @@ class Description(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A row of `events`, or of `snapshot`."""
+    """A row of `events`."""
 
     number: int
     next_table: int
@@ -67,11 +75,49 @@ class Entry(NamedTuple):
 
     @staticmethod
     def of(number: int, next_table: int, record: bytes) -> Entry:
-        return Entry(number, next_table, _checksum(number, next_table, record), record)
+        return Entry(number, next_table, _checksum(record, number, next_table), record)
 
     @property
     def is_whole(self) -> bool:
-        return isinstance(self.record, bytes) and self.checksum == _checksum(self.number, self.next_table, self.record)
+        return isinstance(self.record, bytes) and self.checksum == _checksum(self.record, self.number, self.next_table)
+
+
+class Piece(NamedTuple):
+    """A row of `pieces`."""
+
+    number: int
+    checksum: int
+    content: bytes
+
+    @staticmethod
+    def of(number: int, content: bytes) -> Piece:
+        return Piece(number, _checksum(content, number), content)
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.content, bytes) and self.checksum == _checksum(self.content, self.number)
+
+
+class Snapshot(NamedTuple):
+    """The row of `snapshot`. number: of the last event that it includes. first, last: of its pieces. nbytes: of all
+    of them."""
+
+    number: int
+    next_table: int
+    first: int
+    last: int
+    nbytes: int
+    checksum: int
+
+    @staticmethod
+    def of(number: int, next_table: int, first: int, last: int, nbytes: int) -> Snapshot:
+        return Snapshot(
+            number, next_table, first, last, nbytes, _checksum(b"", number, next_table, first, last, nbytes)
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        return self == Snapshot.of(*self[:-1])
 
 
 def create(directory: Path, name: str, run: Description) -> None:
@@ -106,6 +152,60 @@ def connect(path: Path, synchronous: Literal["FULL", "NORMAL"], timeout_s: float
         database.close()
         raise
     return database
+
+
+class Connection:
+    """A connection to a run's database, for one thread at a time. Large rows are written and read in place, without the
+    interpreter's lock. Each time, CPython keeps some memory for as long as the connection is open
+    (https://github.com/python/cpython/issues/144424), so `renew` opens it again after many times."""
+
+    def __init__(self, path: Path, synchronous: Literal["FULL", "NORMAL"], text_factory: type = str) -> None:
+        """Raises sqlite3.Error."""
+        self._path, self._synchronous, self._text_factory = path, synchronous, text_factory
+        self.sqlite = self._connected()
+
+    def _connected(self) -> sqlite3.Connection:
+        sqlite, self._blobs = connect(self._path, self._synchronous), 0
+        sqlite.text_factory = self._text_factory
+        return sqlite
+
+    def renew(self) -> None:
+        """Opens the connection again if it is worn out and can be opened now. Called between transactions."""
+        if self._blobs >= _MOST_BLOBS:
+            with suppress(sqlite3.Error):
+                before, self.sqlite = self.sqlite, self._connected()
+                before.close()
+
+    def execute(self, query: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        return self.sqlite.execute(query, cast(Any, values))
+
+    def write_rows(self, number: int, table: TableBytes) -> None:
+        if table.size <= _SMALL_BYTES:
+            self.execute("INSERT INTO tables VALUES (?, ?)", (number, table.joined()))
+            return
+        self.execute("INSERT INTO tables VALUES (?, zeroblob(?))", (number, table.size))
+        self._blobs += 1
+        with self.sqlite.blobopen("tables", "rows", number) as blob:
+            for buffer in table.buffers:
+                blob.write(buffer)
+
+    def read_rows(self, number: int) -> bytes | None:
+        """Returns a table; None if it is missing or damaged, and others may be whole."""
+        for [size] in self.execute("SELECT length(rows) FROM tables WHERE number = ?", [number]).fetchall():
+            try:
+                if size is not None and size <= _SMALL_BYTES:
+                    [[rows]] = self.execute("SELECT rows FROM tables WHERE number = ?", [number]).fetchall()
+                    return rows if isinstance(rows, bytes) else None
+                self._blobs += 1
+                with self.sqlite.blobopen("tables", "rows", number, readonly=True) as blob:
+                    return blob.read()
+            except sqlite3.Error as error:
+                if not is_of_value(error):
+                    raise
+        return None
+
+    def close(self) -> None:
+        self.sqlite.close()
 
 
 @contextmanager
@@ -274,8 +374,8 @@ def _is_whole(header: bytes) -> bool:
     return struct.pack(">II", first, second) == header[24:]
 
 
-def _checksum(number: int, next_table: int, record: bytes) -> int:
-    return zlib.crc32(record, zlib.crc32(f"{number} {next_table}".encode()))
+def _checksum(content: bytes, *numbers: int) -> int:
+    return zlib.crc32(content, zlib.crc32(" ".join(map(str, numbers)).encode()))
 
 
 def _checksum_of_run(name: object, run_id: object, config: object) -> int:

@@ -77,6 +77,14 @@ class DiskRoom:
             self._refused = _Shortage(needed, time.monotonic() + _REFUSED_S, str(error))
             raise error
 
+    def check_snapshot(self, nbytes: int, reusable: int) -> None:
+        """Raises FullError if `nbytes` of a snapshot, next to the current one, would leave too little for rows."""
+        self.measure()
+        needed = min(nbytes, self.wal_limit) + max(0, nbytes - reusable) + self._least
+        if self._free < needed:
+            how_full = f" ({max(0, self._free)} bytes are free, a snapshot of the log needs {needed})"
+            raise full_error(self._directory, how_full)
+
     def note_growth(self, run: Path, nbytes: int) -> None:
         """Records how much the database of a run will grow at its next checkpoint."""
         self._growth[run] = nbytes

@@ -5,13 +5,18 @@ loss it contains a prefix of them, and a table is deleted in a later transaction
 that order, too: with `synchronous` NORMAL or FULL, SQLite syncs the WAL before it copies pages from it to the database,
 and syncs the database before it restarts the WAL. Therefore `fsync: never` uses NORMAL, not OFF: the kernel decides
 when to write the last seconds, but checkpoints are synced.
+
+A snapshot is written in pieces, each in a transaction of its own, so that appends in between wait for one piece. Only
+the last transaction makes it the log's snapshot; the events and pieces that it replaces are removed after that. So at
+any time the log has one whole snapshot, and all events after it.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -23,16 +28,23 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal import database
-from gristmill_service.storage.journal.database import PAGE_BYTES, Description, Entry, explained, transaction
+from gristmill_service.storage.journal.database import (
+    PAGE_BYTES,
+    Connection,
+    Description,
+    Entry,
+    Piece,
+    Snapshot,
+    explained,
+    transaction,
+)
 from gristmill_service.storage.journal.disk_room import DiskRoom, full_error
-from gristmill_service.storage.run_store import FullError, LogLostError, Replay
+from gristmill_service.storage.run_store import FullError, LogEnd, LogLostError, Replay, is_long_tail
 
 _log = structlog.get_logger(__name__)
 
 Fsync = Literal["always", "interval", "never"]
 
-# A shorter log is not replaced by a snapshot.
-_LEAST_LENGTH = 16 << 20
 # The approximate number of pages that a transaction writes to the WAL in addition to its rows.
 _PAGES_EACH = 3
 # The WAL of an idle run is truncated if its file is longer.
@@ -40,6 +52,14 @@ _SHORT_WAL = 1 << 20
 # Appends wait for the last pass of a checkpoint, which copies the pages added during the previous pass.
 _LAST_PASS_BYTES, _MAX_PASSES = 8 << 20, 4
 _DELETED_AT_ONCE = 16
+# A transaction that removes what a snapshot replaced takes about this time, and a flush this share of its second.
+_REMOVAL_S, _REMOVALS_S = 0.01, 0.25
+_REMOVE_REPLACED = (
+    "DELETE FROM events WHERE number IN (SELECT number FROM events WHERE number <= ? LIMIT 16)",
+    "DELETE FROM pieces WHERE number IN (SELECT number FROM pieces WHERE number < ? LIMIT 1)",
+    "DELETE FROM pieces WHERE number IN (SELECT number FROM pieces WHERE number > ? LIMIT 1)",
+)
+_NO_SNAPSHOT = Snapshot.of(0, 0, 1, 0, 0)
 
 
 class JournalRunLog:
@@ -55,22 +75,24 @@ class JournalRunLog:
         self._directory, self._path = directory, directory / database.FILE_NAME
         self._wal = directory / database.WAL_NAME
         self._is_short, self._fsync, self._room = run.is_short, fsync, room
-        # Acquire locks in this order. `_writing` and `_reading` guard the use and the closing of their connections.
-        self._flushing, self._writing, self._reading = threading.Lock(), _FairLock(), _FairLock()
+        # Acquire locks in this order. `_writing` and `_reading` guard the use and the closing of their connections,
+        # `_compacting` the pieces that are in no snapshot.
+        self._compacting, self._flushing = threading.Lock(), threading.Lock()
+        self._writing, self._reading = _FairLock(), _FairLock()
         with explained(self._path), ExitStack() as opened:
             synchronous: Literal["FULL", "NORMAL"] = "FULL" if fsync == "always" else "NORMAL"
-            self._writer = opened.enter_context(closing(database.connect(self._path, synchronous)))
-            self._reader = opened.enter_context(closing(database.connect(self._path, synchronous)))
+            self._writer = opened.enter_context(closing(Connection(self._path, synchronous)))
+            # Damaged text may contain any bytes.
+            self._reader = opened.enter_context(closing(Connection(self._path, synchronous, text_factory=bytes)))
             # Records of a killed process may be only in the kernel's cache.
             database.sync_file(self._wal)
             self._wal_bytes, self._least_bytes = self._wal.stat().st_size, 0
             self._measure()
-            # Damaged text may contain any bytes.
-            self._reader.text_factory = bytes
             self._connections = opened.pop_all()
         self.is_lost = self.is_closed = False
-        # first_number: the lowest number that no table had. _number: the number of the last event.
-        self._number = self.first_number = self._snapshot_bytes = self.log_bytes = 0
+        # first_number: the lowest number that no table had. end: the last event. _compacted: that of the snapshot.
+        self.first_number, self.end, self._compacted = 0, LogEnd(), LogEnd()
+        self._snapshot, self._has_replaced = _NO_SNAPSHOT, False
         # Transactions since the log was opened: all, those on disk, and those at the last `flush`.
         self._commits = self._synced = self._flushed = 0
         self._boot = None if fsync == "always" else database.this_boot()
@@ -79,7 +101,11 @@ class JournalRunLog:
 
     @property
     def is_long(self) -> bool:
-        return self.log_bytes - self._snapshot_bytes > max(_LEAST_LENGTH, 2 * self._snapshot_bytes)
+        return is_long_tail(self.end.nbytes - self._compacted.nbytes, self._snapshot.nbytes)
+
+    @property
+    def log_bytes(self) -> int:
+        return self._snapshot.nbytes + self.end.nbytes - self._compacted.nbytes
 
     def check(self, has_rows: bool = True, row_bytes: int = 0) -> None:
         self._room.check_record()
@@ -91,20 +117,35 @@ class JournalRunLog:
     def replay(self) -> Replay:
         with self._reading, explained(self._path):
             self._check_open()
-            snapshots = self._entries("SELECT number, next_table, checksum, state FROM snapshot")
-            events = self._entries("SELECT number, next_table, checksum, record FROM events ORDER BY number")
-        entries = [*snapshots, *events]
-        if broken := [entry.number for entry in entries if not entry.is_whole]:
+            snapshots = [*map(Snapshot._make, self._reader.execute("SELECT * FROM snapshot"))]
+            if not all(snapshot.is_whole for snapshot in snapshots):
+                raise database.damaged(self._path, "the checksum of the snapshot does not match")
+            self._snapshot = snapshot = snapshots[0] if snapshots else _NO_SNAPSHOT
+            query, before = "SELECT * FROM events WHERE number > ? ORDER BY number", snapshot.number
+            events = [*map(Entry._make, self._reader.execute(query, [before]))]
+            query = (
+                "SELECT EXISTS (SELECT 1 FROM events WHERE number <= ?) "
+                "OR EXISTS (SELECT 1 FROM pieces WHERE number NOT BETWEEN ? AND ?)"
+            )
+            [[replaced]] = self._reader.execute(query, [before, snapshot.first, snapshot.last]).fetchall()
+        if broken := [event.number for event in events if not event.is_whole]:
             raise database.damaged(self._path, f"the checksum of record {broken[0]} does not match")
-        before = snapshots[-1].number if snapshots else 0
-        self._number = before + len(events)
-        if [event.number for event in events] != [*range(before + 1, self._number + 1)]:
+        if [event.number for event in events] != [*range(before + 1, before + 1 + len(events))]:
             raise database.damaged(self._path, f"records after {before} are missing")
-        self.first_number = max((entry.next_table for entry in entries), default=0)
-        self._snapshot_bytes = sum(len(snapshot.record) for snapshot in snapshots)
-        self.log_bytes = sum(len(entry.record) for entry in entries)
-        snapshot = snapshots[-1].record if snapshots else None
-        return Replay(snapshot, [event.record for event in events], lambda: self._is_short)
+        self.first_number = max([snapshot.next_table, *(event.next_table for event in events)])
+        self.end = LogEnd(before + len(events), sum(len(event.record) for event in events))
+        self._compacted, self._has_replaced = LogEnd(before), bool(replaced)
+        pieces = self._pieces(snapshot) if snapshots else None
+        return Replay(pieces, [event.record for event in events], lambda: self._is_short)
+
+    def _pieces(self, snapshot: Snapshot) -> Iterator[bytes]:
+        for number in range(snapshot.first, snapshot.last + 1):
+            with self._reading, explained(self._path):
+                self._check_open()
+                rows = self._reader.execute("SELECT * FROM pieces WHERE number = ?", [number]).fetchall()
+            if not rows or not Piece(*rows[0]).is_whole:
+                raise database.damaged(self._path, f"piece {number} of the snapshot is missing or damaged")
+            yield rows[0][-1]
 
     def note_generation(self, generation: int) -> None:
         """Does nothing, because confirmations are only in the log."""
@@ -117,35 +158,93 @@ class JournalRunLog:
             if tables:
                 self._room.measure()
                 self._room.check_for(nbytes, self.reusable)
-            event = Entry.of(self._number + 1, max(self.first_number, first_number), record)
+            event = Entry.of(self.end.number + 1, max(self.first_number, first_number), record)
 
             def write() -> None:
                 for number, table in encoded.items():
-                    self._insert(number, table.buffers, table.size)
+                    self._writer.write_rows(number, table)
                 self._writer.execute("INSERT INTO events VALUES (?, ?, ?, ?)", event)
                 if not self._is_boot_noted:
                     self._writer.execute("UPDATE run SET boot = ?", [self._boot])
 
             self._commit(write, nbytes + len(record), has_rows=bool(tables))
-            self._number, self.first_number = event.number, event.next_table
-            self.log_bytes += len(record)
+            self.end, self.first_number = LogEnd(event.number, self.end.nbytes + len(record)), event.next_table
             if not self._is_boot_noted:
                 # Synced before the first record is confirmed that may be lost.
                 self._sync()
                 self._is_boot_noted = True
 
-    def compact(self, snapshot: bytes) -> None:
+    def compact(self, end: LogEnd, snapshot: Iterable[bytes]) -> None:
+        with self._compacting:
+            self._room.check_snapshot(self._snapshot.nbytes, self.reusable)
+            with self._writing, explained(self._path):
+                self._check_open()
+                [[last]] = self._writer.execute("SELECT max(number) FROM pieces").fetchall()
+            first, nbytes = (last or 0) + 1, 0
+            # From now on, there are pieces to remove, of this snapshot or of the one before.
+            self._has_replaced, number = True, first - 1
+            for number, content in enumerate(snapshot, first):
+                nbytes += len(content)
+                self._write_piece(Piece.of(number, content))
+            with self._writing:
+                made = Snapshot.of(end.number, self.first_number, first, number, nbytes)
+
+                def switch() -> None:
+                    self._writer.execute("DELETE FROM snapshot")
+                    self._writer.execute("INSERT INTO snapshot VALUES (?, ?, ?, ?, ?, ?)", made)
+
+                self._replace(switch, 0)
+                self._snapshot, self._compacted = made, end
+
+    def _write_piece(self, piece: Piece) -> None:
+        self._room.check_snapshot(len(piece.content), self.reusable)
         with self._writing:
-            self._check_open()
-            entry = Entry.of(self._number, self.first_number, snapshot)
+            insert = partial(self._writer.execute, "INSERT INTO pieces VALUES (?, ?, ?)", piece)
+            self._replace(insert, len(piece.content))
+        if self._wal_bytes > self._room.wal_limit:
+            # No piece is written meanwhile, so that the WAL stays short, and appends wait for a short last pass.
+            with self._flushing:
+                if not (self.is_closed or self.is_lost):
+                    self._checkpoint("RESTART")
 
-            def write() -> None:
-                self._writer.execute("DELETE FROM snapshot")
-                self._writer.execute("INSERT INTO snapshot VALUES (?, ?, ?, ?)", entry)
-                self._writer.execute("DELETE FROM events")
+    def _replace(self, write: Callable[[], object], nbytes: int) -> None:
+        """Performs a transaction of a snapshot, which may fail: the log is as good as before."""
+        self._check_open()
+        try:
+            self._transact(write)
+        except (sqlite3.Error, OSError) as error:
+            if database.is_full(error):
+                raise full_error(self._directory) from None
+            raise UnavailableError(f"a snapshot cannot be written: {self._path}: {error}") from None
+        self._count(nbytes)
 
-            self._commit(write, len(snapshot))
-            self._snapshot_bytes = self.log_bytes = len(snapshot)
+    def _remove_replaced(self) -> None:
+        """Removes events and pieces that are not in the log any more, for a while."""
+        if not self._has_replaced or not self._compacting.acquire(blocking=False):
+            return
+        try:
+            until, now = time.monotonic() + _REMOVALS_S, self._snapshot
+            for query, limit in zip(_REMOVE_REPLACED, (now.number, now.first, now.last), strict=True):
+                while self._remove_some(query, limit):
+                    if time.monotonic() > until:
+                        return
+            self._has_replaced = False
+        finally:
+            self._compacting.release()
+
+    def _remove_some(self, query: str, limit: int) -> bool:
+        """Removes rows in a short transaction. Returns whether more may be left."""
+        is_left = True
+
+        def remove() -> None:
+            nonlocal is_left
+            until = time.monotonic() + _REMOVAL_S
+            while is_left and time.monotonic() < until:
+                is_left = self._writer.execute(query, [limit]).rowcount > 0
+
+        with self._writing:
+            self._replace(remove, 0)
+        return is_left
 
     def sync(self) -> None:
         """Syncs appends with `fsync: interval`. Takes no lock, so that a long checkpoint does not delay it: pages that
@@ -161,6 +260,8 @@ class JournalRunLog:
                 return
             self.sync()
             self._delete_removed()
+            with suppress(UnavailableError):
+                self._remove_replaced()
             is_at_rest, self._flushed = self._flushed == self._commits, self._commits
             with explained(self._path):
                 size = self._wal.stat().st_size
@@ -174,8 +275,9 @@ class JournalRunLog:
         with self._reading:
             self._check_open()
             try:
-                if number not in self._removed and self._is_stored(number):
-                    rows = self._read(number)
+                if number not in self._removed:
+                    self._reader.renew()
+                    rows = self._reader.read_rows(number)
                     self._checked_size()
                     if rows is not None:
                         return rows
@@ -206,7 +308,7 @@ class JournalRunLog:
         with self._flushing, self._writing, self._reading:
             if self._is_boot_noted and self._boot is not None and not self.is_closed and not self.is_lost:
                 try:
-                    with transaction(self._writer):
+                    with transaction(self._writer.sqlite):
                         self._writer.execute("UPDATE run SET boot = NULL")
                 except sqlite3.Error as error:
                     _log.warning("journal closed unsynced", directory=str(self._directory), reason=str(error))
@@ -214,16 +316,6 @@ class JournalRunLog:
             # SQLite syncs, checkpoints and deletes the WAL when the last connection closes.
             self._connections.close()
             self._room.forget(self._directory)
-
-    def _entries(self, query: str) -> list[Entry]:
-        return [*map(Entry._make, self._reader.execute(query))]
-
-    def _insert(self, number: int, buffers: Collection[bytes | memoryview], size: int) -> None:
-        # Written in place without the GIL; a parameter would be copied twice while holding the GIL.
-        self._writer.execute("INSERT INTO tables VALUES (?, zeroblob(?))", (number, size))
-        with self._writer.blobopen("tables", "rows", number) as blob:
-            for buffer in buffers:
-                blob.write(buffer)
 
     def _commit(self, write: Callable[[], None], nbytes: int, *, has_rows: bool = False) -> None:
         """Performs a transaction. Raises FullError if nothing was written, LogLostError if the outcome is unknown."""
@@ -240,11 +332,15 @@ class JournalRunLog:
                 raise self._lost(error) from None
             self._room.failed(has_rows=has_rows)
             raise full_error(self._directory) from None
+        self._count(nbytes)
+
+    def _count(self, nbytes: int) -> None:
         self._commits += 1
         self._wal_bytes += nbytes + _PAGES_EACH * PAGE_BYTES
 
-    def _transact(self, write: Callable[[], None]) -> None:
-        with transaction(self._writer):
+    def _transact(self, write: Callable[[], object]) -> None:
+        self._writer.renew()
+        with transaction(self._writer.sqlite):
             write()
             # Within the transaction, this takes no additional locks.
             self._measure()
@@ -274,7 +370,7 @@ class JournalRunLog:
                     self._removed.difference_update(some)
 
     def _delete(self, numbers: Collection[int]) -> None:
-        self._writer.executemany("DELETE FROM tables WHERE number = ?", ([number] for number in numbers))
+        self._writer.sqlite.executemany("DELETE FROM tables WHERE number = ?", ([number] for number in numbers))
 
     def _measure(self) -> None:
         """Measures the free space inside the database, which new rows use first, and the pending growth."""
@@ -315,19 +411,6 @@ class JournalRunLog:
                 self._room.failed(has_rows=True)
             elif not database.is_passing(error):
                 raise self._lost(error) from None
-
-    def _is_stored(self, number: int) -> bool:
-        return bool(self._reader.execute("SELECT 1 FROM tables WHERE number = ?", [number]).fetchall())
-
-    def _read(self, number: int) -> bytes | None:
-        """Returns a table; None if it is damaged, and others may be whole."""
-        try:
-            with self._reader.blobopen("tables", "rows", number, readonly=True) as blob:
-                return blob.read()
-        except sqlite3.Error as error:
-            if not database.is_of_value(error):
-                raise
-            return None
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -45,6 +45,7 @@ class RunKeys:
         return f"{self.tag}:rows:{run_id}:{number}"
 
     def snapshot(self, token: str, number: int) -> str:
+        """The beginning of the keys of a snapshot's pieces. token: of the claim whose snapshot `number` it is."""
         return f"{self.tag}:snapshot:{token}:{number}"
 
     def batch(self, number: int) -> str:

@@ -1,4 +1,4 @@
-"""One run's log in Redis, which is a stream, and its tables of rows.
+"""One run's log in Redis, which is a stream.
 
 Only the process with the latest claim can append, because every step includes the claim's token. A step with an unknown
 outcome is repeated, which is safe. If repetition fails, the log counts as lost and must be opened again.
@@ -7,32 +7,26 @@ outcome is repeated, which is safe. If repetition fails, the log counts as lost 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple, Self, cast
 from zlib import crc32
 
 import msgspec
 import structlog
+from msgspec import structs
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.storage import row_tables
+from gristmill.errors import UnavailableError
 from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, outcome_unknown, translated
 from gristmill_service.storage.redis.keys import (
-    CRC_BYTES,
-    KEYS_AT_ONCE,
-    VALUE_BYTES,
     RunKeys,
     damaged,
-    pieces,
     read_values,
     reading,
     sealed,
     unlink,
     unsealed,
-    write_value,
 )
 from gristmill_service.storage.redis.scripts import (
     APPEND,
@@ -41,111 +35,15 @@ from gristmill_service.storage.redis.scripts import (
     NOTE,
     PUBLISH,
     RELEASE,
+    TRIM,
+    TRIMMED_AT_ONCE,
     Outcome,
     Script,
     Scripts,
 )
 from gristmill_service.storage.redis.servers import Health
-from gristmill_service.storage.row_tables import SIZE_BYTES, Stored
-from gristmill_service.storage.run_store import LogLostError, Replay
-
-_log = structlog.get_logger(__name__)
-
-_SMALL_BYTES = 256 << 10
-# The limit of a size, because a damaged head may contain any number.
-_MOST_BYTES = 1 << 36
-
-
-class Tables:
-    """The tables of a run. Small tables are written with the record that refers to them, large tables before it. One
-    thread at a time writes; any thread reads and removes.
-
-    claim: the number of this process's claim, which is in the upper bits of its tables' numbers.
-    """
-
-    def __init__(self, client: Client, scripts: Scripts, keys: RunKeys, run_id: str, claim: int) -> None:
-        self._client, self._scripts, self._claim = client, scripts, claim
-        self._name = partial(keys.rows, run_id)
-        # The size of each table's value in bytes.
-        self._sizes: dict[int, int] = {}
-        self._wanted: frozenset[int] | None = None
-
-    @property
-    def first_number(self) -> int:
-        return self._claim << 32
-
-    def write(self, tables: Mapping[int, Steps]) -> tuple[dict[str, bytes], list[str]]:
-        """Writes the large tables of an append. Returns the values to write with the record, and the keys that must
-        exist before: the last key of each large table, which is written last. Waiting for the record's copies also
-        waits for the tables' copies."""
-        rows, present, left = dict[str, bytes](), list[str](), VALUE_BYTES
-        for number, table in tables.items():
-            value = sealed(row_tables.encode(table).buffers)
-            if len(value) > min(left, _SMALL_BYTES):
-                present.append(write_value(self._client, self._name(number), value)[-1])
-            else:
-                rows[self._name(number)] = value
-                left -= len(value)
-            self._sizes[number] = len(value)
-        return rows, present
-
-    def get(self, number: int) -> Stored:
-        return self.get_all([number])[number]
-
-    def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
-        """Returns tables by number. Raises NotFoundError if one is missing or damaged."""
-        values = dict[str, bytes | None]()
-        with translated(self._client):
-            for names in self._parcels(numbers):
-                values |= zip(names, read_values(self._client, names), strict=True)
-        return {number: self._table(number, values) for number in numbers}
-
-    def _parcels(self, numbers: Collection[int]) -> Iterator[list[str]]:
-        """Yields lists of keys of the tables' pieces, each for at most some MiB."""
-        parcel, left = list[str](), VALUE_BYTES
-        for number in numbers:
-            rest = self._sizes.get(number, 0)
-            for name in pieces(self._name(number), rest):
-                size, rest = min(rest, VALUE_BYTES), rest - VALUE_BYTES
-                if parcel and (size > left or len(parcel) == KEYS_AT_ONCE):
-                    yield parcel
-                    parcel, left = [], VALUE_BYTES
-                parcel.append(name)
-                left -= size
-        if parcel:
-            yield parcel
-
-    def _table(self, number: int, values: dict[str, bytes | None]) -> Stored:
-        parts = [values[name] for name in pieces(self._name(number), self._sizes.get(number, 0))]
-        table = unsealed(parts[0] if len(parts) == 1 else b"".join(part or b"" for part in parts))
-        if table is None:
-            raise NotFoundError(f"table {number:#x} of rows is missing or damaged in Redis; restore it")
-        return table
-
-    def remove(self, numbers: Collection[int]) -> None:
-        """Removes tables. Never raises: keys that cannot be removed now are removed by `sweep`."""
-        names = [name for number in numbers for name in pieces(self._name(number), self._sizes.pop(number, 0))]
-        try:
-            unlink(self._client, names)
-        except REDIS_ERRORS as error:
-            _log.warning("rows could not be removed", tables=len(numbers), reason=str(error))
-
-    def retain(self, numbers: Collection[int]) -> set[int]:
-        """Returns the missing tables among these. Reads only their heads."""
-        names = {self._name(number): number for number in numbers}
-        with translated(self._client):
-            heads = self._scripts.heads([*names], SIZE_BYTES)
-        for number, (head, length) in zip(names.values(), heads, strict=True):
-            size = int.from_bytes(head, "little") + CRC_BYTES
-            if length == min(size, VALUE_BYTES) and size < _MOST_BYTES:
-                self._sizes[number] = size
-        self._wanted = frozenset(numbers)
-        return {number for number in numbers if number not in self._sizes}
-
-    def is_orphan(self, number: int) -> bool:
-        """Returns whether a table is from an earlier claim, and was not retained when the run was opened."""
-        return self._wanted is not None and number < self.first_number and number not in self._wanted
-
+from gristmill_service.storage.redis.tables import Tables
+from gristmill_service.storage.run_store import LogEnd, LogLostError, Replay, is_long_tail
 
 _log = structlog.get_logger(__name__)
 
@@ -153,14 +51,15 @@ _log = structlog.get_logger(__name__)
 _RETRY_S = 3.0
 _PAUSE_S = 0.1
 _ENTRIES_AT_ONCE = 1000
-_LEAST_LENGTH = 16 << 20
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot's location. number: the last record that it includes. name: its first key. size: of its value."""
+    """A snapshot's location. number: the last record that it includes. name: begins its keys, of which each piece has
+    one. size: of all pieces."""
 
     name: str
     number: int
+    pieces: int
     size: int
 
     @classmethod
@@ -175,7 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> list[str]:
-        return pieces(self.name, self.size)
+        return [f"{self.name}:{index}" for index in range(self.pieces)]
 
 
 class Acknowledged(NamedTuple):
@@ -222,7 +121,9 @@ class RedisRunLog:
         self._is_lost = self._is_closed = False
         self._last, self._end = 0, ""
         self._digest: int | None = None
-        self._length = 0
+        # The bytes of all records that were read or appended, and of those among them that the snapshot includes.
+        self._length = self._compacted = 0
+        self._snapshots = 0
         self._generation = self._stored_generation = 0
         self._snapshot: Snapshot | None = None
 
@@ -300,7 +201,7 @@ class RedisRunLog:
             self._before = None
         return Replay(snapshot, records, lambda: is_short, self._generation)
 
-    def _read_head(self) -> tuple[int | None, bytes | None]:
+    def _read_head(self) -> tuple[int | None, Iterator[bytes] | None]:
         """Returns the number of the last appended record (None if the head is lost), and the snapshot."""
         with reading(self.keys.head):
             head = cast(dict[bytes, bytes], self._client.hgetall(self.keys.head))
@@ -310,12 +211,13 @@ class RedisRunLog:
         self._generation = max(self._stored_generation, 0 if self._before is None else self._before.generation)
         return promised, None if self._snapshot is None else self._read_snapshot(self._snapshot)
 
-    def _read_snapshot(self, snapshot: Snapshot) -> bytes:
-        # Read key by key, because each value has some MiB.
-        content = unsealed(b"".join(read_values(self._client, [key])[0] or b"" for key in snapshot.keys))
-        if content is None:
-            raise damaged(snapshot.name, "the snapshot of the run is missing or incomplete")
-        return bytes(content)
+    def _read_snapshot(self, snapshot: Snapshot) -> Iterator[bytes]:
+        for key in snapshot.keys:
+            with translated(self._client):
+                content = unsealed(read_values(self._client, [key])[0])
+            if content is None:
+                raise damaged(key, "a piece of the run's snapshot is missing or incomplete")
+            yield bytes(content)
 
     def _read_records(self) -> list[bytes]:
         """Returns the records after the snapshot, and sets `_last`, `_end` and `_digest` from the last record."""
@@ -358,11 +260,19 @@ class RedisRunLog:
 
     @property
     def log_bytes(self) -> int:
-        return self._length + (self._snapshot.size if self._snapshot else 0)
+        return self._length - self._compacted + self._snapshot_bytes
 
     @property
     def is_long(self) -> bool:
-        return self._length > max(_LEAST_LENGTH, 2 * self._snapshot.size if self._snapshot else 0)
+        return is_long_tail(self._length - self._compacted, self._snapshot_bytes)
+
+    @property
+    def _snapshot_bytes(self) -> int:
+        return self._snapshot.size if self._snapshot else 0
+
+    @property
+    def end(self) -> LogEnd:
+        return LogEnd(self._last, self._length)
 
     # --- Writing
 
@@ -413,22 +323,36 @@ class RedisRunLog:
                 raise LogLostError(f"{reason}; it is unknown whether the last change was made, so retry") from reason
             time.sleep(_PAUSE_S)
 
-    def compact(self, snapshot: bytes) -> None:
-        value = sealed([snapshot])
-        made = Snapshot(self.keys.snapshot(self.token, self._last), self._last, len(value))
+    def compact(self, end: LogEnd, snapshot: Iterable[bytes]) -> None:
+        self._snapshots += 1
+        made = Snapshot(self.keys.snapshot(self.token, self._snapshots), end.number, 0, 0)
         with translated(self._client):
             try:
-                write_value(self._client, made.name, value)
+                for piece in snapshot:
+                    self._check_open()
+                    self._client.set(f"{made.name}:{made.pieces}", sealed([piece]))
+                    made = structs.replace(made, pieces=made.pieces + 1, size=made.size + len(piece))
             except BaseException:
                 # A full server must not retain a part of it.
                 with suppress(*REDIS_ERRORS):
-                    unlink(self._client, made.keys)
+                    unlink(self._client, structs.replace(made, pieces=made.pieces + 1).keys)
                 raise
-            self.step(COMPACT, f"{self._last}-0", made.encode())
-            before, self._snapshot, self._length = self._snapshot, made, 0
+            self.step(COMPACT, made.encode())
+            before, self._snapshot, self._compacted = self._snapshot, made, end.nbytes
+            # Removes records in parts, so that Redis answers others in between.
+            first = before.number if before else 0
+            for _ in range(first, end.number, TRIMMED_AT_ONCE):
+                self.step(TRIM, f"{end.number}-0", "~")
+            self.step(TRIM, f"{end.number}-0", "=")
             if before is not None:
                 with suppress(*REDIS_ERRORS):
                     unlink(self._client, before.keys)
+
+    def _check_open(self) -> None:
+        """Raises UnavailableError if a snapshot cannot be written, because of too little memory, or another owner."""
+        self._health.check(has_rows=True)
+        if self.is_lost:
+            raise LogLostError(f"{self.keys.log} is being recovered; retry")
 
     def publish(self, staged: str, batch: str, nonce: str) -> None:
         """Publishes a staged batch. Raises UnavailableError if this process no longer owns the run."""

@@ -44,7 +44,7 @@ from gristmill_service.storage.run_store import CheckNames, LogLostError, OwnedE
 
 _log = structlog.get_logger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 # The owner of a run is cached for this time. If the cached owner is wrong, that process refuses the call.
 _OWNER_KNOWN_S = 0.5
 # A former owner repeats its report for this time, because Redis may lose a report, and its reader may die.

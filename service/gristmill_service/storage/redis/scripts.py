@@ -157,10 +157,14 @@ redis.call('HSET', KEYS[1], 'last', ARGV[3], 'generation', ARGV[5])
 """)
 # ARGV: token, a field of the head, its value.
 NOTE = _fenced("redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])")
-# ARGV: token, the new first entry of the log, the snapshot's description.
-COMPACT = _fenced("""
-redis.call('HSET', KEYS[1], 'snapshot', ARGV[3])
-redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
+# ARGV: token, the snapshot's description.
+COMPACT = _fenced("redis.call('HSET', KEYS[1], 'snapshot', ARGV[2])")
+TRIMMED_AT_ONCE = 1000
+"""About how many entries TRIM removes with "~"."""
+# Removes entries that a snapshot includes. ARGV: token, the new first entry of the log, "=" to remove all before it.
+TRIM = _fenced(f"""
+if ARGV[3] == '=' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
+else redis.call('XTRIM', KEYS[2], 'MINID', '~', ARGV[2], 'LIMIT', {TRIMMED_AT_ONCE}) end
 """)
 # KEYS: the staged batch, the published batch. ARGV: token, the nonce of the staged batch.
 PUBLISH = _fenced("""
