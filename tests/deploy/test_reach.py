@@ -67,7 +67,10 @@ EVERY_POD = "without a network policy, every pod of the cluster can reach probes
     ],
 )
 def test_the_notes_say_in_one_line_who_reaches_what(flags: tuple[str, ...], line: str) -> None:
-    assert notes(*flags).strip().splitlines()[-1] == line
+    printed = notes(*flags)
+    assert printed.strip().splitlines()[-1] == line
+    # Clients send a token in plain text only with this setting.
+    assert ("GRISTMILL_TLS=0" in printed) == ("sent unencrypted" in line)
 
 
 def test_the_notes_of_the_trainers_example_say_it_too() -> None:
