@@ -12,7 +12,7 @@ from tests.tools.bench.sizes import sizes
 MOST = {
     "service": (35_506, 242),
     "clients": (20_600, 165),
-    "recorder": (5_660, 48),
+    "recorder": (5_715, 49),
 }
 """Lines and files of each part. Lower them when it shrinks; a change that needs more says why."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
-from gristmill import AsyncRolloutClient, RunStatus
+from gristmill import RunStatus
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -12,9 +13,8 @@ _log = logging.getLogger("gristmill.recorder")
 class Epochs:
     """number: increases by one when rows were lost: the run's log was rolled back, or another run has its name."""
 
-    def __init__(self, client: AsyncRolloutClient) -> None:
+    def __init__(self) -> None:
         self.number = 0
-        self._client = client
         self._identity: tuple[str, int] | None = None
         self._accepted = 0
 
@@ -22,10 +22,10 @@ class Epochs:
         """Notes that the service has accepted this many more rows."""
         self._accepted += rows
 
-    async def status(self) -> RunStatus:
-        """Returns the run's status, and updates `number`."""
+    async def status(self, ask: Callable[[], Awaitable[RunStatus]]) -> RunStatus:
+        """Asks for the run's status, returns it, and updates `number`."""
         number, accepted = self.number, self._accepted
-        status = await self._client.status()
+        status = await ask()
         if self.number == number:
             identity = status.run_id, status.generation
             if self._identity not in (None, identity) or status.rows_accepted < accepted:

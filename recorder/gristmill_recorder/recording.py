@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from gristmill import AsyncRolloutClient, RowOutcome
+from gristmill import RowOutcome
 from gristmill.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -20,11 +20,11 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gristmill_recorder.epochs import Epochs
 from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.refusals import CallsUnderWay, Conflict, TrajectoryOver
 from gristmill_recorder.rows import Row
+from gristmill_recorder.run import Run
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -49,8 +49,7 @@ class Recording:
         self,
         entry: Entry,
         journal: Journal,
-        client: AsyncRolloutClient,
-        epochs: Epochs,
+        run: Run,
         metrics: Metrics,
         on_closed: Callable[[Recording], None],
     ) -> None:
@@ -58,9 +57,9 @@ class Recording:
         self.calls = 0
         self.used_at = time.monotonic()
         self.entry = entry
-        self._journal, self._client, self._metrics, self._on_closed = journal, client, metrics, on_closed
+        self._journal, self._run, self._metrics, self._on_closed = journal, run, metrics, on_closed
         # The epoch in which the service accepted the delivered steps; None if it is unknown.
-        self._epochs, self._epoch = epochs, None if entry.delivered else epochs.number
+        self._epochs, self._epoch = run.epochs, None if entry.delivered else run.epochs.number
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         metrics.row_bytes += sum(row.nbytes for row in entry.rows)
@@ -202,11 +201,11 @@ class Recording:
             self.close_superseded()
             return
         try:
-            await self._client.abort_trajectory(
+            await self._run.client.abort_trajectory(
                 name.uid, name.sample, round=name.round, reason=reason, attempt=name.attempt
             )
         except NotFoundError:
-            if not await self._client.begin_groups([name.uid], name.round, wait_s=_WAIT_S):
+            if not await self._run.client.begin_groups([name.uid], name.round, wait_s=_WAIT_S):
                 await asyncio.sleep(_PAUSE_S)
         else:
             self._close(self.entry.outcome)
@@ -214,12 +213,12 @@ class Recording:
     async def _send_rows(self, rows: Sequence[Row]) -> None:
         if not self.entry.delivered:
             self._epoch = self._epochs.number
-        outcomes = await self._client.submit([row.fields(self.name) for row in rows])
+        outcomes = await self._run.client.submit([row.fields(self.name) for row in rows])
         self._epochs.accepted(outcomes.count(RowOutcome.ACCEPTED))
         # A trajectory that was submitted by one call is complete.
         is_end = rows[-1].is_last and rows[0].step > 0
         if is_end:
-            await self._epochs.status()
+            await self._epochs.status(self._run.client.status)
         if self.entry.outcome:
             return
         if is_end and self._epoch != self._epochs.number:

@@ -12,13 +12,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from gristmill import AsyncRolloutClient, FailedPreconditionError, UnavailableError
+from gristmill import FailedPreconditionError, UnavailableError
 from gristmill_recorder.app import RecorderApp
 from gristmill_recorder.columns import names_of
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.probe import Probe
 from gristmill_recorder.journal import Journal
 from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.run import Service
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 
@@ -53,9 +54,9 @@ async def serve(settings: RecorderSettings) -> None:
     """
     stopped = _stop_event()
     # Report an invalid address or certificate of the service now, not at the first call.
-    await AsyncRolloutClient(settings.address, "any").close()
+    service = Service(settings.address)
     journal, metrics = Journal(settings.journal), Metrics()
-    runs = Runs(settings.address, journal, names_of(settings.columns), metrics)
+    runs = Runs(service, journal, names_of(settings.columns), metrics)
     if left := runs.resume():
         _log.info("%d open trajectories resumed from the journal", left)
     engine = Engine(settings)
@@ -124,7 +125,7 @@ async def _sync(journal: Journal) -> None:
 
 
 async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
-    """Regularly deletes old closed trajectories, aborts idle ones, and frees the connections of unknown runs."""
+    """Regularly deletes old closed trajectories, aborts idle ones, and frees unused runs."""
     while True:
         try:
             runs.journal_outcomes()
@@ -132,5 +133,5 @@ async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> N
         except FailedPreconditionError as error:
             _log.error("closed trajectories not journaled or deleted, will be retried: %s", error)
         await runs.abandon(settings.idle_abort_s)
-        await runs.drop_unknown()
+        await runs.drop_unused()
         await asyncio.sleep(min(_BACKGROUND_S, settings.idle_abort_s))

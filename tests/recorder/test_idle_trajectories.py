@@ -11,6 +11,7 @@ from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName
 from gristmill_recorder.rows import Row
+from gristmill_recorder.run import Service
 from gristmill_recorder.runs import Runs
 
 AWAY = "127.0.0.1:9"
@@ -21,7 +22,7 @@ def test_calls_have_a_turn_after_each_idle_trajectory_that_is_aborted(tmp_path: 
     step = Row.of(Sampled([1], [2], [-1.0], "stop"), 0, 0, has_logprobs=True, columns={}, is_masked=False)
 
     async def turns(journal: Journal) -> int:
-        runs, count = Runs(AWAY, journal, (), Metrics()), 0
+        runs, count = Runs(Service(AWAY), journal, (), Metrics()), 0
         for number in range(300):
             journal.append(Entry(TrajectoryName("run", f"uid-{number}", 0, 0, 0)), [step], None)
         assert runs.resume() == 300

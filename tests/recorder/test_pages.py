@@ -18,11 +18,12 @@ from gristmill_recorder.engines.connection import Engine as EngineConnection
 from gristmill_recorder.journal import Journal
 from gristmill_recorder.languages.paths import RECORDED
 from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.run import Service
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 from gristmill_service.settings import load
 from tests.api.test_origins import FROM_ELSEWHERE
-from tests.on_loop import Service
+from tests.on_loop import Service as RunningService
 from tests.recorder.broken import BrokenEngine, breaking, completion, whole
 from tests.recorder.engine import Engine
 from tests.recorder.recorders import Recorder, post
@@ -39,7 +40,7 @@ def serve(directory: Path, work: Work, upstream: str, address: str = "127.0.0.1:
     async def serving() -> None:
         settings = load(RecorderSettings, {"upstream": upstream, **flags})
         journal, metrics, engine = Journal(directory / "journal.sqlite3"), Metrics(), EngineConnection(settings)
-        runs = Runs(address, journal, (), metrics)
+        runs = Runs(Service(address), journal, (), metrics)
         app = RecorderApp(settings, runs, engine, metrics)
         try:
             async with TestClient(TestServer(app.application())) as client:
@@ -106,7 +107,7 @@ def test_names_that_are_configured_are_answered(tmp_path: Path) -> None:
 
 
 def test_a_page_with_agents_calls_under_an_allowed_origin_and_reads_the_answer(
-    tmp_path: Path, engine: Engine, service: Service, run: str
+    tmp_path: Path, engine: Engine, service: RunningService, run: str
 ) -> None:
     url = f"/runs/{run}/uid/a/sample/0"
 
@@ -160,7 +161,7 @@ def test_only_json_ends_a_trajectory(recorder: Recorder, run: str, end: str, kin
 
 @pytest.mark.parametrize("end", ["finish", "v1/finish", "abort", "v1/abort"])
 def test_an_agent_without_the_token_does_not_end_its_trajectory(
-    tmp_path: Path, engine: Engine, service: Service, run: str, end: str
+    tmp_path: Path, engine: Engine, service: RunningService, run: str, end: str
 ) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
