@@ -42,7 +42,7 @@ def quotas(service: Service, headers: dict[str, str] | None = None) -> dict[tupl
     scraped = Scrape(httpx.get(f"{service.http_url}/metrics", headers=headers, trust_env=False).text)
     used, limit = (
         {
-            (sample.labels["quota"], sample.labels["name"]): sample.value
+            (sample.labels["quota"], sample.labels.get("run") or sample.labels["caller"]): sample.value
             for family in scraped.families
             for sample in family.samples
             if sample.name == name

@@ -60,13 +60,16 @@ def test_who_asks_between_an_answer_and_its_reader_disturbs_nobody(service: Serv
     on_loop(ask)
 
 
+BLOCKED = "batches of a run wait for the shard store; the health of that run reports why"
+
+
 def test_a_batch_that_waits_for_shared_memory_leaves_the_service_ready(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.runs.create("full", CONFIG)
     monkeypatch.setattr(service._target.runs._runs["full"]._builder, "blocked_reason", "batch 0 waits")
     answer = httpx.get(f"{service.http_url}/readyz", trust_env=False)
-    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "waits": "batch 0 waits"})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "waits": BLOCKED})
 
 
 def test_a_service_is_not_ready_while_rows_are_too_large_for_what_is_free_and_its_runs_go_on(

@@ -49,7 +49,10 @@ def busy() -> Metrics:
             lambda: {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0},
             lambda: "the disk is full",
             lambda: {"rows": (1_000_000, 8 << 30)},
-            lambda: [QuotaUsage("max_run_rows", "run", bench.run.name, 3, 10)],
+            lambda: [
+                QuotaUsage("max_run_rows", "run", bench.run.name, 3, 10),
+                QuotaUsage("max_rows", "caller", "team", 3, 10),
+            ],
         )
     )
     return metrics

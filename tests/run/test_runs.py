@@ -140,7 +140,7 @@ class TestFullStore:
         assert shelf.tried.wait(PATIENCE_S)
         wait_until(lambda: bool(runs.unhealthy_reason()))
         assert run.batch(0).state is BatchState.PENDING
-        assert f"batch 0 waits: {why}" in runs.unhealthy_reason()
+        assert f"batch 0 waits: {why}" in run.blocked_reason
         shelf.places = 1
         await_batch(run, 0)
         wait_until(lambda: not runs.unhealthy_reason())

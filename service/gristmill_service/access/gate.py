@@ -198,6 +198,20 @@ class Gate:
         """Logs a refused call of the current caller."""
         self._refusals.note(caller.current().name, call, error.code, run, rank)
 
+    def sees_labels(self) -> Callable[[Mapping[str, str]], bool]:
+        """Returns a function that tells whether the current caller may see a metric with these labels: if they name no
+        run that it may not see, and no caller that may see more runs."""
+        identity = caller.current()
+        entries = () if self._file is None else self._file.callers().tokens
+        sees_all, runs = "*" in identity.runs, set(identity.runs)
+        callers = {identity.name, *(entry.name for entry in entries if sees_all or runs.issuperset(entry.runs))}
+
+        def sees(labels: Mapping[str, str]) -> bool:
+            run, name = labels.get("run"), labels.get("caller")
+            return (run is None or identity.sees(run)) and (name is None or name in callers)
+
+        return sees
+
     def visible(self, runs: Iterable[str]) -> list[str]:
         """Returns the runs that the current caller may see."""
         identity = caller.current()

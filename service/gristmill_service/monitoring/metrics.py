@@ -3,7 +3,8 @@
 Metrics of the process (calls, storage, leases) are in a registry. Metrics of runs are read at each scrape, from each
 run's monitor and state. The duration of store calls is measured around them.
 
-The number of label values is limited: runs, ranks, and fixed words; never a uid.
+The number of label values is limited: runs, callers, ranks, and fixed words; never a uid. A run's name is in the label
+`run`, and a caller's in `caller`, by which `Gate.sees_labels` hides those of others.
 """
 
 from __future__ import annotations
@@ -105,18 +106,18 @@ class Metrics:
     def observe_call(self, api: str, call: str, status: str, seconds: float) -> None:
         self._calls.labels(api, call, status).observe(seconds)
 
-    def read(self, sees: Callable[[str], bool] = lambda _: True) -> Callable[[], bytes]:
+    def read(self, sees: Callable[[Mapping[str, str]], bool] = lambda _: True) -> Callable[[], bytes]:
         """Reads all metrics. Returns a function that formats them as Prometheus text: this takes most of the time, and
         any thread may call it.
 
-        sees: returns whether to include the metrics of the run with this name.
+        sees: returns whether to include a sample with these labels, of any metric.
         """
-        metrics = [*self._registry.collect(), *chain.from_iterable(map(_of_process, self._watched))]
         runs = [stats for watched in self._watched for stats in watched.runs()]
-        joined = list(_joined(runs))
-        for metric in joined:
-            metric.samples = [sample for sample in metric.samples if sees(sample.labels["run"])]
-        return lambda: generate_latest(_Read([*metrics, *joined]))
+        of_process = chain.from_iterable(map(_of_process, self._watched))
+        metrics = [*self._registry.collect(), *of_process, *_joined(runs)]
+        for metric in metrics:
+            metric.samples = [sample for sample in metric.samples if sees(sample.labels)]
+        return lambda: generate_latest(_Read(metrics))
 
     def text(self) -> bytes:
         """Returns all metrics in the Prometheus text format."""
@@ -190,12 +191,12 @@ def _of_process(watched: Watched) -> Iterator[Metric]:
     limit = {store: most for store, (_, most) in room.items()}
     yield gauge("gristmill_store_used_bytes", "Bytes used of each store's capacity.", used, "store")
     yield gauge("gristmill_store_limit_bytes", "Capacity of each store in bytes.", limit, "store")
-    labels = ("quota", "of", "name")
-    quota_used = GaugeMetricFamily("gristmill_quota_used", "Usage of a quota.", labels=labels)
-    quota_limit = GaugeMetricFamily("gristmill_quota_limit", "Limit of a quota.", labels=labels)
+    quota_used = Metric("gristmill_quota_used", "Usage of a quota.", "gauge")
+    quota_limit = Metric("gristmill_quota_limit", "Limit of a quota.", "gauge")
     for usage in watched.quotas():
-        quota_used.add_metric((usage.quota, usage.of, usage.name), usage.used)
-        quota_limit.add_metric((usage.quota, usage.of, usage.name), usage.most)
+        whose = {"quota": usage.quota, usage.of: usage.name}
+        quota_used.add_sample(quota_used.name, whose, usage.used)
+        quota_limit.add_sample(quota_limit.name, whose, usage.most)
     yield from (quota_used, quota_limit)
 
 

@@ -52,6 +52,7 @@ _PATIENCE_S = 2.0
 _START_S = 10.0
 _MAX_ROW_BYTES = 8 << 30
 _MAX_RUNS = 4096
+_BLOCKED = "batches of a run wait for the shard store; the health of that run reports why"
 # A large batch, or a store that hangs, blocks one of these threads.
 _BUILDERS = 8
 # A log whose disk or server hangs blocks one of these threads.
@@ -190,8 +191,9 @@ class Runs:
         return self._store_reason
 
     def unhealthy_reason(self) -> str:
-        """Returns why batches or calls have to wait for a store, as of the last `look`; empty if none does."""
-        return self._store_reason or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")
+        """Returns why batches or calls have to wait for a store, as of the last `look`; empty if none does. Names no
+        run, because callers that may not see the run read it, too."""
+        return self._store_reason or (_BLOCKED if any(run.blocked_reason for run in self.own()) else "")
 
     async def is_owner(self, name: str, grpc_address: str) -> bool:
         """Returns whether the process at this address owns the run, as far as this process knows. While it shuts down,

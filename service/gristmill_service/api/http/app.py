@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 
 import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill_service.access import caller
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, TOO_LARGE, error_body, error_response, refusal
@@ -115,7 +114,7 @@ def _add_probes(app: FastAPI) -> None:
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
     async def metrics(api: ApiDep) -> PlainTextResponse:
         """Returns Prometheus metrics, including those of the runs that the caller may see."""
-        write = api.metrics.read(caller.current().sees)
+        write = api.metrics.read(api.gate.sees_labels())
         return PlainTextResponse(await asyncio.to_thread(write), media_type=CONTENT_TYPE_LATEST)
 
 
