@@ -111,7 +111,9 @@ def test_of_callers_who_are_not_known_little_is_read(browser: httpx.Client, is_p
 def test_a_name_of_megabytes_is_cut_in_the_log(guarded: Guarded) -> None:
     with grpc.insecure_channel(guarded.service.grpc_address) as channel, structlog.testing.capture_logs() as lines:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
+        shown = (("authorization", f"Bearer {guarded.tokens['viewer']}"),)
         with pytest.raises(grpc.RpcError):
-            stub.CreateRun(run_pb2.CreateRunRequest(run="x" * 1_000_000))
+            stub.CreateRun(run_pb2.CreateRunRequest(run="x" * 1_000_000), metadata=shown)
     (refused,) = [line for line in lines if line["event"] == "refused"]
+    assert refused["target"] == "x" * 200
     assert len(str(refused)) < 1000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import ssl
 import stat
@@ -21,7 +20,6 @@ import jwt
 import pytest
 import structlog
 import yaml
-from cryptography.hazmat.primitives.asymmetric import rsa
 from structlog.testing import capture_logs
 
 from gristmill import RolloutClient
@@ -30,8 +28,10 @@ from gristmill.errors import InvalidArgumentError, UnauthenticatedError, Unavail
 from gristmill_service.access.tokens import Callers, create_token, digest_of, read_callers
 from gristmill_service.access.web_tokens import WebTokens
 from tests.access.conftest import Files, Serve
+from tests.access.issuer import SUBJECT, Issuer
 from tests.cli.terminal import gristmill
 from tests.on_loop import Service, on_loop
+from tests.run.harness import wait_until
 
 
 def status(service: Service, token: str) -> int:
@@ -145,27 +145,7 @@ def test_credentials_that_cannot_be_are_refused(settings: dict[str, Any], messag
 
 # JSON web tokens.
 
-SUBJECT = "system:serviceaccount:rl:trainer-0"
-
-
-class Issuer:
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "jwks.json"
-        self.keys: list[dict[str, Any]] = []
-        self.rotate()
-
-    def rotate(self) -> None:
-        """Signs with a new key from now on."""
-        self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-        self._id = f"key-{len(self.keys)}"
-        public = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self._key.public_key()))
-        self.keys.append({**public, "kid": self._id, "use": "sig", "alg": "RS256"})
-        self.path.write_text(json.dumps({"keys": self.keys}))
-
-    def token(self, **claims: Any) -> str:
-        payload = {"sub": SUBJECT, "iss": "https://issuer", "aud": "gristmill", "exp": time.time() + 600} | claims
-        held = {name: value for name, value in payload.items() if value is not None}
-        return jwt.encode(held, self._key, "RS256", headers={"kid": self._id})
+CALLERS = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
 
 
 @pytest.fixture
@@ -222,6 +202,64 @@ def test_neither_unsigned_nor_foreign_nor_symmetric_signatures_are_taken(
     forged = payload[:-4] + "AAAA"
     for token in (f"{none}.{payload}.", other.token(), symmetric, f"{header}.{forged}.{signature}", "a.b.c"):
         assert status(trusting, token) == 401
+
+
+def test_a_verified_token_is_known_until_it_expires_or_the_keys_change(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, now = WebTokens(str(issuer.path), "https://issuer", "gristmill"), time.time()
+    token = issuer.token(exp=now + 60)
+    assert keys.known(token, CALLERS) is None
+    assert on_loop(keys.caller, token, CALLERS).name == SUBJECT
+    known = keys.known(token, CALLERS)
+    assert known is not None
+    assert known.name == SUBJECT
+    with pytest.raises(UnauthenticatedError, match="is not in tokens_file"):
+        keys.known(token, Callers())
+    monkeypatch.setattr("gristmill_service.access.web_tokens.time.time", lambda: now + 60 + 11)
+    assert keys.known(token, CALLERS) is None
+    monkeypatch.undo()
+    assert keys.known(token, CALLERS) == known
+    issuer.rotate()
+    assert keys.known(token, CALLERS) is None
+    assert on_loop(keys.caller, token, CALLERS) == known
+
+
+def test_a_token_that_is_known_ends_soon_after_its_issuer_withdraws_the_key(
+    publisher: tuple[str, type[Publisher]], issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = publisher
+    handler.content = issuer.path.read_bytes()
+    keys, token = WebTokens(url, "https://issuer", "gristmill"), issuer.token()
+    assert on_loop(keys.caller, token, CALLERS).name == SUBJECT
+    issuer.keys.clear()
+    issuer.rotate()
+    handler.content = issuer.path.read_bytes()
+    monkeypatch.setattr("gristmill_service.access.web_tokens._KEEP_S", 0.0)
+
+    async def known() -> object:
+        return keys.known(token, CALLERS)
+
+    wait_until(lambda: on_loop(known) is None)
+
+
+def test_keys_that_cannot_be_read_leave_those_before(trusting: Service, issuer: Issuer) -> None:
+    first, document = issuer.token(), issuer.path.read_bytes()
+    for content in (b"", b"[]", b"[" * 100_000, b"\xff", document[:-9]):
+        issuer.path.write_bytes(content)
+        assert [status(trusting, token) for token in (first, issuer.token(), "a.b.c")] == [200, 200, 401]
+    issuer.path.unlink()
+    assert status(trusting, issuer.token()) == 200
+
+
+def test_an_issuer_that_sends_its_keys_byte_by_byte_is_not_waited_for(
+    publisher: tuple[str, type[Publisher]], issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = publisher
+    handler.content = issuer.path.read_bytes()
+    monkeypatch.setattr("gristmill_service.access.web_tokens._ANSWER_S", 0.0)
+    with pytest.raises(UnavailableError, match="the answer exceeds"):
+        on_loop(WebTokens(url, "https://issuer", "gristmill").caller, issuer.token(), CALLERS)
 
 
 SECRET = "gristmill_put_here_in_place_of_its_digest"
@@ -337,8 +375,8 @@ def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
     monkeypatch.setattr("gristmill_service.access.web_tokens._PAUSE_S", 0.0)
     monkeypatch.setattr("gristmill_service.access.web_tokens._KEEP_S", 0.0)
     keys = WebTokens(url, "https://issuer", "gristmill")
-    callers = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
-    for garbage in (b"", b"<html>", b"[]", b'{"keys": []}', b"\xff"):
+    callers = CALLERS
+    for garbage in (b"", b"<html>", b"[]", b'{"keys": []}', b"\xff", b"[" * 100_000, b" " * (2 << 20)):
         handler.content = garbage
         with pytest.raises(UnavailableError, match="cannot be fetched"):
             on_loop(keys.caller, issuer.token(), callers)
@@ -380,7 +418,7 @@ def test_keys_at_a_url_are_had_by_the_authority_that_is_configured(
     thread.start()
     try:
         url = f"https://localhost:{server.server_port}/"
-        callers = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
+        callers = CALLERS
         known = WebTokens(url, "https://issuer", "gristmill", files.ca_file)
         assert on_loop(known.caller, issuer.token(), callers).name == SUBJECT
         with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 
@@ -121,19 +122,18 @@ def test_calls_that_find_no_slot_are_refused_one_after_another() -> None:
 
 def test_kinds_are_counted_apart() -> None:
     async def test() -> None:
-        admission = Admission(Limits(calls=1, streams=1, probes=1))
-        assert len({await admission.enter("a", kind) for kind in ("call", "stream", "probe")}) == 3
+        admission = Admission(Limits(calls=1, streams=1, probes=1, strangers=1))
+        assert len({await admission.enter("a", kind) for kind in get_args(Kind)}) == 4
 
     run(test)
 
 
 def test_a_slot_moves_to_its_caller_when_that_is_known() -> None:
     async def test() -> None:
-        admission = Admission(Limits(calls=4))
-        slots = [await admission.enter("machine", "call") for _ in range(3)]
-        await slots[0].move("worker")
-        await slots[0].move("worker")
-        await admission.enter("machine", "call")
+        admission = Admission(Limits(calls=4, strangers=4))
+        slots = [await admission.enter("machine", "stranger") for _ in range(3)]
+        await slots[0].move("worker", "call")
+        await admission.enter("machine", "stranger")
         for slot in slots:
             slot.close()
         assert [(await admission.enter("worker", "call")).caller for _ in range(3)] == ["worker"] * 3
@@ -485,6 +485,12 @@ def test_delayed_refusals_leave_one_after_another_and_one_alone_within_seconds()
     clock.now += delays[-1]
     assert 0 < admission.refused("a", "a's connection", "INVALID_ARGUMENT", 100, SPENT_S) <= 5
     assert admission.refused("a", "a's connection", "NOT_FOUND", 100, SPENT_S) > 0, "whatever is refused"
+
+
+def test_unknown_callers_of_a_machine_wait_seconds_however_many_there_are() -> None:
+    admission = Admission(clock=Clock())
+    delays = [admission.refused("machine", "machine", "UNAUTHENTICATED", 0, SPENT_S) for _ in range(10_000)]
+    assert (delays[0], delays[-1]) == (0, 5)
 
 
 def test_a_caller_with_many_connections_has_a_limit_too() -> None:

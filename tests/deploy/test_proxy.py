@@ -7,10 +7,12 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -20,10 +22,12 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gristmill import Batch, Credentials, RolloutClient, Shard, TrainerClient
+from gristmill.v1 import run_pb2, run_pb2_grpc
 from gristmill_service.access.tokens import create_token
 from gristmill_service.settings import Settings
 from tests.deploy.charts import DEPLOY
 from tests.on_loop import Service
+from tests.redis.proxy import Proxy as Network
 from tests.serving import FREE_PORTS
 
 HAPROXY = shutil.which("haproxy")
@@ -55,7 +59,7 @@ class Proxied:
 
     def get(self, path: str, role: str | None = None, **headers: str) -> httpx.Response:
         with self.client() as client:
-            return client.get(path, headers=headers | self._authorization(role))
+            return client.get(path, headers=headers | self.authorization(role))
 
     @contextmanager
     def connected(self, protocols: list[str]) -> Iterator[ssl.SSLSocket]:
@@ -69,7 +73,7 @@ class Proxied:
 
     def asked(self, first_lines: str, role: str | None = None) -> int:
         """Returns the status of a request as it is written, which a client would tidy."""
-        shown = "".join(f"\r\n{name}: {value}" for name, value in self._authorization(role).items())
+        shown = "".join(f"\r\n{name}: {value}" for name, value in self.authorization(role).items())
         with self.connected(["http/1.1"]) as connection:
             connection.sendall(f"{first_lines}\r\nHost: localhost{shown}\r\n\r\n".encode())
             return _status(connection)
@@ -91,13 +95,37 @@ class Proxied:
         with grpc.secure_channel(f"localhost:{self.port}", credentials, options) as channel:
             yield health_pb2_grpc.HealthStub(channel)
 
+    @contextmanager
+    def listing(self, token: str) -> Iterator[Callable[[], grpc.StatusCode | None]]:
+        """A call over a gRPC connection of its own, which returns the status of its refusal."""
+        credentials = grpc.ssl_channel_credentials(self.ca_file.read_bytes())
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.secure_channel(f"localhost:{self.port}", credentials, options) as channel:
+            stub = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
+
+            def ask() -> grpc.StatusCode | None:
+                try:
+                    metadata = (("authorization", f"Bearer {token}"),)
+                    stub.ListRuns(run_pb2.ListRunsRequest(), metadata=metadata, timeout=20)
+                except grpc.RpcError as error:
+                    return error.code()  # type: ignore[no-any-return]
+                return None
+
+            yield ask
+
+    @contextmanager
+    def from_elsewhere(self) -> Iterator[Proxied]:
+        """The same, called from another address."""
+        with Network(self.port, source="127.0.0.2") as network:
+            yield replace(self, port=network.port)
+
     def connections_to_the_service(self) -> int:
         port = f":{int(self.service.grpc_address.rpartition(':')[2]):04X}"
         lines = "".join(Path("/proc/net", name).read_text(encoding="ascii") for name in ("tcp", "tcp6"))
         table = [line.split() for line in lines.splitlines()]
         return sum(local.endswith(port) and state == _ESTABLISHED for _, local, _, state, *_ in table)
 
-    def _authorization(self, role: str | None) -> dict[str, str]:
+    def authorization(self, role: str | None) -> dict[str, str]:
         return {} if role is None else {"authorization": f"Bearer {self.tokens[role]}"}
 
 
@@ -295,6 +323,50 @@ def test_an_address_has_a_limit_of_refused_requests(proxy: Proxy) -> None:
     assert statuses[:10] == [401] * 10
     assert statuses[-1] == 429
     assert limited.closes_at_once()
+
+
+@pytest.mark.parametrize("api", ["HTTP", "gRPC"])
+def test_wrong_tokens_of_one_address_are_refused_by_the_proxy_and_another_address_goes_on(
+    proxy: Proxy, api: str
+) -> None:
+    limited = proxy(ERROR_RATE=10)
+    with limited.from_elsewhere() as other, limited.listing("wrong") as attack, limited.client() as client:
+        preferred = {"authorization": "Bearer wrong", "prefer": "errors=body"}
+        calls = {"HTTP": lambda: client.get("/v1/runs", headers=preferred).status_code, "gRPC": attack}
+        statuses = [calls[api]() for _ in range(15)]
+        assert statuses[:10] == [401 if api == "HTTP" else grpc.StatusCode.UNAUTHENTICATED] * 10
+        assert statuses[-1] == (429 if api == "HTTP" else grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert limited.closes_at_once()
+        with other.listing(other.tokens["worker"]) as listed:
+            assert listed() is None
+        with other.client() as person:
+            assert [person.get(path).status_code for path in ("/", "/page/app.js")] == [200] * 2
+            assert person.post("/v1/session", json={"token": other.tokens["trainer"]}).status_code == 200
+            assert person.get("/v1/runs").status_code == 200
+
+
+def test_an_address_has_a_limit_of_concurrent_requests(proxy: Proxy) -> None:
+    limited = proxy(REQUESTS=3)
+    limited.service.runs.create("r", CONFIG)
+    with limited.from_elsewhere() as other, ThreadPoolExecutor(3) as pool, limited.client() as client:
+        ended = threading.Event()
+
+        def wait() -> None:
+            with limited.client() as waiting:
+                while not ended.is_set():
+                    waiting.get(
+                        "/v1/runs/r/policy-version?at_least=1&wait_s=1", headers=limited.authorization("worker")
+                    )
+
+        waits = [pool.submit(wait) for _ in range(3)]
+        try:
+            deadline = time.monotonic() + 30
+            while client.get("/healthz").status_code != 429:
+                assert time.monotonic() < deadline
+            assert other.get("/v1/runs", "worker").status_code == 200
+        finally:
+            ended.set()
+        assert all(one.result(30) is None for one in waits)
 
 
 def test_an_address_has_a_limit_of_connections(proxy: Proxy) -> None:

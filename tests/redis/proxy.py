@@ -27,11 +27,12 @@ class Proxy:
     """Forwards connections on `port`, which stays the same, to the target; faults may be set and lifted at any time.
 
     carried: bytes that were passed on so far, each way.
-    With a `certificate` clients must speak TLS to it; it speaks plainly to the target.
+    With a `certificate` clients must speak TLS to it; it speaks plainly to the target. source: the address of this
+    machine from which it calls the target.
     """
 
-    def __init__(self, target_port: int, *, certificate: trustme.LeafCert | None = None) -> None:
-        self.port = 0
+    def __init__(self, target_port: int, *, certificate: trustme.LeafCert | None = None, source: str = HOST) -> None:
+        self.port, self._source = 0, source
         self.target_port = target_port
         self._tls: ssl.SSLContext | None = None
         if certificate is not None:
@@ -181,6 +182,7 @@ class Proxy:
             client = await self._streams(connection, self._tls, transports)
             upstream = socket.socket()
             upstream.setblocking(False)
+            upstream.bind((self._source, 0))
             try:
                 await self._loop.sock_connect(upstream, (HOST, self.target_port))
             except BaseException:

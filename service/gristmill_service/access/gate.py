@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.passed_on import PeerSecret
 from gristmill_service.access.quotas import NO_LIMITS, NO_USAGE, Limits, Quota, QuotaUsage, Runs, Usage
 from gristmill_service.access.roles import AUDITED, OPEN_CALLS
-from gristmill_service.access.tokens import Callers, read_callers
+from gristmill_service.access.tokens import Callers, read_callers, version_of
 from gristmill_service.access.web_tokens import WebTokens
 from gristmill_service.settings import Settings
 
@@ -82,7 +82,8 @@ class Gate:
             return None
         if identity := self._file.callers().with_subject(user):
             return identity
-        raise UnauthenticatedError(f"the user {user[:100]!r} is not in tokens_file; add an entry under subjects")
+        with self._noted():
+            raise UnauthenticatedError(f"the user {user[:100]!r} is not in tokens_file; add an entry under subjects")
 
     def came_from(self, shown: Mapping[str, str]) -> str:
         """See `PeerSecret.came_from`."""
@@ -93,23 +94,20 @@ class Gate:
             raise
 
     def known(self, authorization: str | None) -> Caller | None:
-        """Returns the caller with this header; ANYONE without the header; None for a web token, which `identify`
-        verifies. Raises UnauthenticatedError for an unknown token."""
+        """Returns the caller with this header; ANYONE without the header; None for a web token that `identify` has to
+        verify. Raises UnauthenticatedError for an unknown token."""
         if self._file is None:
             return EVERYONE_IS_ADMIN
         if not authorization:
             return ANYONE
         if (identity := self._file.known(authorization)) is not None:
             return identity
-        if self._web_tokens is not None and _is_bearer(authorization) and authorization.count(".") == 2:
-            return None
-        error = UnauthenticatedError(
-            "the token is unknown; request one from the service's operator"
-            if _is_bearer(authorization)
-            else "the authorization header is not a bearer token; send 'Bearer TOKEN'"
-        )
-        self._refusals.note("unknown", "identify", error.code, None, None)
-        raise error
+        with self._noted():
+            if not _is_bearer(authorization):
+                raise UnauthenticatedError("the authorization header is not a bearer token; send 'Bearer TOKEN'")
+            if self._web_tokens is None or authorization.count(".") != 2:
+                raise UnauthenticatedError("the token is unknown; request one from the service's operator")
+            return self._web_tokens.known(_token_of(authorization), self._file.callers())
 
     async def identify(self, authorization: str | None) -> Caller:
         """Returns the caller with this header. Verifies a web token, which may need a request to its issuer. Raises
@@ -119,8 +117,14 @@ class Gate:
         assert self._web_tokens is not None
         assert self._file is not None
         assert authorization is not None
-        try:
+        with self._noted():
             return await self._web_tokens.caller(_token_of(authorization), self._file.callers())
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Logs that a token is refused."""
+        try:
+            yield
         except UnauthenticatedError as error:
             self._refusals.note("unknown", "identify", error.code, None, None)
             raise
@@ -262,12 +266,12 @@ class _CallersFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._version = self._look()
+        self._version = version_of(self._path)
         self._callers = read_callers(path)
         self._known: dict[str, Caller] = {}
 
     def callers(self) -> Callers:
-        version = self._look()
+        version = version_of(self._path)
         if version != self._version:
             self._version = version
             self._read()
@@ -292,14 +296,6 @@ class _CallersFile:
             _log.info("tokens read", file=str(self._path), tokens=len(self._callers.tokens))
         except GristmillError as error:
             _log.error("tokens cannot be read; previous tokens stay valid", reason=str(error))
-
-    def _look(self) -> tuple[int, ...] | None:
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        # The ctime also changes if the mode changes or the mtime is set back.
-        return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def check_alone(count: int) -> None:

@@ -154,5 +154,15 @@ def _add_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str],
     return token
 
 
+def version_of(path: Path) -> tuple[int, ...] | None:
+    """Returns values that change when the file changes; None if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    # The ctime also changes if the mode changes or the mtime is set back.
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+
+
 def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()

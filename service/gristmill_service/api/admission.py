@@ -19,8 +19,8 @@ from gristmill.errors import GristmillError, ResourceExhaustedError
 from gristmill_service.access.caller import Caller
 from gristmill_service.settings import Settings
 
-Kind = Literal["call", "stream", "probe"]
-"""The kinds of slots. probe: health and reflection, which need no token."""
+Kind = Literal["call", "stream", "probe", "stranger"]
+"""The kinds of slots. probe: health and reflection, which need no token. stranger: calls without a known token."""
 
 SMALL_BYTES = 256 << 10
 """A request larger than this counts as large."""
@@ -43,7 +43,6 @@ _MOST_CALLERS = _MOST_WAITING = 4096
 _WRONG = frozenset(["INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"])
 _NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
 
-
 # Requests of other calls are refused unparsed when they are larger, because many small values take long to parse.
 _UNBOUNDED = frozenset(["submit_rows", "write_columns"])
 _LISTS = frozenset(["begin_groups", "abort_trajectories", "abort_groups", "set_rewards"])
@@ -57,8 +56,8 @@ def most_bytes(call: str) -> int | None:
 class Limits(NamedTuple):
     """Limits of concurrent use. One caller may have three quarters of each, except `waits` and `run_calls`.
 
-    calls, streams, probes: slots, by kind. waits: waiting calls of one caller; twice as many in total. requests: large
-        requests that are read or answered. small_requests: requests that are read of calls that are never large.
+    calls, streams, probes, strangers: slots. waits: waiting calls of one caller; twice as many in total. requests:
+        large requests that are read or answered. small_requests: requests that are read of calls that are never large.
         answer_bytes: bytes of unsent answers. run_calls: calls for one run; None: no limit. request_s: seconds after
         which an incomplete large request is cancelled. message_bytes: the size of the largest message.
     """
@@ -66,6 +65,7 @@ class Limits(NamedTuple):
     calls: int = 4096
     streams: int = 256
     probes: int = 64
+    strangers: int = 512
     waits: int = 512
     requests: int = 32
     small_requests: int = 32
@@ -212,6 +212,7 @@ class Admission:
                 most.streams, "streams are open", "which is the limit max_streams; retry, or raise max_streams"
             ),
             "probe": _Shared(most.probes, "health and reflection calls are open", no_more),
+            "stranger": _Shared(most.strangers, "calls without a known token are open", no_more),
         }
         self.waits = _Shared(2 * most.waits, "calls wait", no_more, most.waits)
         none_ended = f"and none finished within {REQUEST_S:g} s; retry"
@@ -265,15 +266,17 @@ class Admission:
 
         Invalid calls use an allowance of the connection and one of its caller, which refill over time. Other refused
         calls use them only if they are costly. nbytes: the size of the request. spent_s: the processor time of the
-        call.
+        call. An unknown caller has the same name as its connection.
         """
         cost_s, now = 0.0, self.clock()
         if code not in _NOT_THE_CALLERS:
             cost_s = _UNMEASURED_S + spent_s + max(0, nbytes - _LARGE_BYTES) * _BYTE_S
             cost_s = cost_s if code in _WRONG else max(0.0, cost_s - _FREE_CALL_S)
-        return max(
+        delay_s = max(
             self._wrong_of_connection.charge(connection, cost_s, now), self._wrong_of_caller.charge(caller, cost_s, now)
         )
+        # Unknown callers of a machine, whose slots limit their refusals, may have nothing to do with each other.
+        return min(delay_s, _LONGEST_DELAY_S) if caller == connection else delay_s
 
     def check(self, connection: str) -> None:
         """Raises ResourceExhaustedError if the connection's allowance for invalid calls is exhausted. Call it before
@@ -350,13 +353,12 @@ class Slot:
         """Whether the call has capacity for a large request."""
         return self._place is self._admission.requests
 
-    async def move(self, caller: str) -> None:
+    async def move(self, caller: str, kind: Kind) -> None:
         """Counts the slot for another caller, after it is identified. Waits and raises like `Admission.enter`."""
-        if caller != self.caller:
-            counts = self._admission.by_kind[self._kind]
-            await self._admission.take(counts, caller, _RETRY_S)
-            counts.give(self.caller)
-            self.caller = caller
+        by_kind = self._admission.by_kind
+        await self._admission.take(by_kind[kind], caller, _RETRY_S)
+        by_kind[self._kind].give(self.caller)
+        self.caller, self._kind = caller, kind
 
     def count(self, caller: Caller, run: str | None) -> None:
         """Counts the call for its token and its run until it closes. Raises ResourceExhaustedError if `max_requests` of

@@ -28,7 +28,7 @@ from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.guards.admitted import Admitted
 from gristmill_service.api.http.guards.bodies import Bodies
 from gristmill_service.api.http.guards.browsers import ErrorsInBody, HostNames, SameOrigin
-from gristmill_service.api.http.guards.identified import Identified, authorize
+from gristmill_service.api.http.guards.identified import Identified, authorize, recognizer
 from gristmill_service.api.http.guards.observed import Observed
 from gristmill_service.monitoring.views.batch_view import BatchViewCache
 from gristmill_service.off_loop import OneByOne
@@ -80,7 +80,8 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
     # Middleware is added from the innermost to the outermost.
     app.add_middleware(Bodies, limit=api.max_message_bytes, refuse_too_large=api.refuse_too_large)
     app.add_middleware(Identified, gate=api.gate, admission=api.admission)
-    app.add_middleware(Admitted, admission=api.admission, throttles=not api.gate.is_open)
+    recognize = recognizer(api.gate, api.admission)
+    app.add_middleware(Admitted, admission=api.admission, recognize=recognize, throttles=not api.gate.is_open)
     app.add_middleware(SameOrigin)
     if api.gate.is_open:
         # No token is required, so a page of another site could otherwise read runs.

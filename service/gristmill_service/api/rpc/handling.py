@@ -34,7 +34,7 @@ from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.gate import AUTHORIZATION, check_alone
 from gristmill_service.api import calls
-from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Slot
+from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Kind, Slot
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import ErrorResponse, refusal
 from gristmill_service.api.meter import measured, metered, spent_s
@@ -287,9 +287,9 @@ class Handling:
         request.tensors = file
 
     async def _enter(self, method: Method, call: Call, metadata: Any) -> Slot:
-        """Takes a slot and identifies the caller. Raises ResourceExhaustedError if the caller has too many slots or
-        made too many invalid calls, UnauthenticatedError, and UnavailableError if a caller that is not a peer claims to
-        forward the call."""
+        """Takes a slot and identifies the caller. Raises ResourceExhaustedError if the caller has too many slots, or is
+        known and made too many invalid calls; UnauthenticatedError if it is unknown and the call requires a token; and
+        UnavailableError if it claims to forward the call and is not a peer."""
         gate, admission, shown = self._api.gate, self._api.admission, dict(metadata)
         if not method.call or (gate.is_open and passed_on.MARK not in shown):
             if method.kind == "probe":
@@ -307,7 +307,8 @@ class Handling:
         except UnavailableError as error:
             refused = error
             admission.refused(call.machine, call.machine, UnauthenticatedError.code, 0, 0.0)
-        slot = call.take(await admission.enter(call.identified(identity or ANYONE), method.kind))
+        kind: Kind = "stranger" if identity in (ANYONE, None) else method.kind
+        slot = call.take(await admission.enter(call.identified(identity or ANYONE), kind))
         if refused is not None:
             try:
                 raise refused
@@ -315,8 +316,12 @@ class Handling:
                 # Breaks the reference cycle of the error and this frame.
                 del refused
         if identity is None:
-            await slot.move(call.identified(await gate.identify(shown[AUTHORIZATION])))
-        admission.check(call.throttled)
+            identity = await gate.identify(shown[AUTHORIZATION])
+            await slot.move(call.identified(identity), method.kind)
+        if identity is ANYONE:
+            gate.check(identity, method.call, None, None)
+        else:
+            admission.check(call.throttled)
         return slot
 
     def _check(self, method: Method, slot: Slot, request: Any) -> None:

@@ -24,7 +24,7 @@ export class Refused extends Error {
   }
 }
 
-// Errors are sent with status 200, so that the browser's console logs no error.
+// Errors but 401 and 429 are sent with status 200, so that the browser's console logs no error.
 async function ask(path, headers = {}) {
   const answer = await fetch(path, { headers: { ...headers, Prefer: "errors=body" }, cache: "no-store" });
   const status = Number(answer.headers.get("Gristmill-Status") ?? answer.status);

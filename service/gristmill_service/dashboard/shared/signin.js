@@ -12,10 +12,10 @@ export function signIn() {
   form.addEventListener("submit", async event => {
     event.preventDefault();
     const answer = await fetch("v1/session", {
-      method: "POST", headers: { "Content-Type": "application/json", Prefer: "errors=body" }, body: JSON.stringify({ token: token.value.trim() }),
+      method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ token: token.value.trim() }),
     });
-    if (answer.ok && !answer.headers.has("Gristmill-Status")) location.reload();
-    else words.textContent = (await answer.json()).error.message;
+    if (answer.ok) location.reload();
+    else words.textContent = (await answer.json().catch(() => null))?.error.message ?? `the service answered ${answer.status}`;
   });
   document.body.append(asking);
   asking.showModal();

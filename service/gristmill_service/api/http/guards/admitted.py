@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gristmill.errors import ResourceExhaustedError
-from gristmill_service.api.admission import Admission, Slot
+from gristmill_service.api.admission import Admission, Kind, Slot
 from gristmill_service.api.errors import CLOSE, STATUSES, TOO_LARGE, error_response
 from gristmill_service.api.http.guards.connections import ABORT
 from gristmill_service.api.meter import metered, spent_s
 
 SLOT = "gristmill.slot"
-"""The key of the slot in a request's scope. Probes have no slot, so that they are always answered."""
+"""The key of the slot in a request's scope. Probes and the files of the page have no slot, so that they are always
+answered."""
 
 THROTTLED = "gristmill.throttled"
 """The key of the name for which invalid calls of the request's caller are counted."""
@@ -22,7 +24,7 @@ THROTTLED = "gristmill.throttled"
 HELD = "gristmill.held"
 """The key of the number of bytes that a handler uses in memory until its whole answer is sent."""
 
-_PROBES = frozenset(["/healthz", "/readyz"])
+_FILES = frozenset(["/healthz", "/readyz", "/", "/docs"])
 _PART_BYTES = 128 << 10
 _CODES = {status: code for code, (_, status) in STATUSES.items()} | {TOO_LARGE: "INVALID_ARGUMENT"}
 
@@ -30,17 +32,20 @@ _CODES = {status: code for code, (_, status) in STATUSES.items()} | {TOO_LARGE: 
 class Admitted:
     """ASGI middleware that takes a slot, and delays errors for a caller that made too many invalid calls."""
 
-    def __init__(self, app: ASGIApp, admission: Admission, *, throttles: bool) -> None:
-        """throttles: whether invalid calls are counted; False without tokens, as callers are unknown."""
-        self._app, self._admission, self._throttles = app, admission, throttles
+    def __init__(
+        self, app: ASGIApp, admission: Admission, recognize: Callable[[Scope], tuple[str, Kind]], *, throttles: bool
+    ) -> None:
+        """recognize: returns the name and the kind of a request's slot, and sets THROTTLED. throttles: whether invalid
+        calls are counted; False without tokens, as callers are unknown."""
+        self._app, self._admission, self._recognize, self._throttles = app, admission, recognize, throttles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _PROBES:
+        if scope["type"] != "http" or scope["path"] in _FILES or scope["path"].startswith("/page/"):
             await self._app(scope, receive, send)
             return
-        address = scope[THROTTLED] = address_of(scope)
+        name, kind = self._recognize(scope)
         try:
-            slot = scope[SLOT] = await self._admission.enter(address, "call", scope.get(ABORT))
+            slot = scope[SLOT] = await self._admission.enter(name, kind, scope.get(ABORT))
         except ResourceExhaustedError as error:
             await error_response(error, CLOSE)(scope, receive, send)
             return

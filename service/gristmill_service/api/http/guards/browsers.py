@@ -17,6 +17,7 @@ _MISDIRECTED, _FORBIDDEN = 421, 403
 STATUS = "gristmill-status"
 """The header that contains the original status of an answer."""
 _PREFERENCE = "errors=body"
+_SHOWN = frozenset([401, 429])
 
 
 class HostNames:
@@ -65,7 +66,7 @@ class ErrorsInBody:
     """ASGI middleware that answers errors with status 200 to callers that send `Prefer: errors=body` (RFC 7240).
 
     Browsers log every status of 400 and above as an error. The page expects some errors, such as after the run that it
-    shows was deleted.
+    shows was deleted. Unknown tokens and throttled callers always get their status, because proxies count it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -73,7 +74,11 @@ class ErrorsInBody:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            if (
+                message["type"] == "http.response.start"
+                and message["status"] >= 400
+                and message["status"] not in _SHOWN
+            ):
                 headers = {STATUS: str(message["status"]), "preference-applied": _PREFERENCE}
                 MutableHeaders(scope=message).update(headers)
                 message["status"] = 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
@@ -10,12 +11,12 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gristmill.errors import GristmillError, ResourceExhaustedError, UnavailableError
+from gristmill.errors import GristmillError, ResourceExhaustedError, UnauthenticatedError, UnavailableError
 from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.gate import AUTHORIZATION, Gate, check_alone
 from gristmill_service.access.roles import OPEN_CALLS
-from gristmill_service.api.admission import Admission
+from gristmill_service.api.admission import Admission, Kind
 from gristmill_service.api.errors import error_response
 from gristmill_service.api.http import models
 from gristmill_service.api.http.guards.admitted import SLOT, THROTTLED, address_of
@@ -30,69 +31,93 @@ COOKIE = "gristmill_token"
 _NAMED_IN_BODY = frozenset(["create_run", "acknowledge"])
 
 
+_SESSION = "/v1/session"
+_IDENTITY = "gristmill.identity"
+"""The key of the caller of a request; None for a web token that is to be verified; the error of an unknown token."""
+
+
+def recognizer(gate: Gate, admission: Admission) -> Callable[[Scope], tuple[str, Kind]]:
+    """Returns a function that looks up the caller of a request before it takes a slot, and returns the name and the
+    kind of the slot: a known caller waits for nothing that unknown callers occupy."""
+
+    def recognize(scope: Scope) -> tuple[str, Kind]:
+        try:
+            identity = scope[_IDENTITY] = _known(gate, scope)
+        except GristmillError as error:
+            scope[_IDENTITY], identity = error, ANYONE
+            if isinstance(error, UnavailableError):
+                # The request is counted like a request with an unknown token.
+                admission.refused(address_of(scope), address_of(scope), UnauthenticatedError.code, 0, 0.0)
+        address = address_of(scope)
+        if identity in (ANYONE, None):
+            # Wrong tokens of others do not keep a person from signing in.
+            scope[THROTTLED] = f"sign-in {address}" if scope["path"] == _SESSION else address
+            return scope[THROTTLED], "stranger"
+        scope[THROTTLED] = _throttled(identity, scope)
+        return address if identity is EVERYONE_IS_ADMIN else identity.name, "call"
+
+    return recognize
+
+
+def _known(gate: Gate, scope: Scope) -> Caller | None:
+    """Like `Gate.known`. For a request that a replica forwarded, the original caller's address replaces the replica's.
+    Raises UnavailableError for a request that falsely claims to be forwarded."""
+    headers = Headers(scope=scope)
+    came_from = gate.came_from(headers)
+    passed_on.begin(came_from)
+    if came_from:
+        scope["client"] = (came_from, 0)
+    if gate.is_open:
+        return EVERYONE_IS_ADMIN
+    if scope["path"] == _SESSION:
+        # An invalid token is ignored, because a browser with an expired cookie must be able to sign in.
+        return ANYONE
+    shown = _shown(headers)
+    if not shown and (user := gate.user_of_proxy(headers, address_of(scope))):
+        return user
+    return gate.known(shown)
+
+
+def _throttled(identity: Caller, scope: Scope) -> str:
+    # Invalid calls are counted per machine, so that other workers with the same token are not throttled.
+    return f"{identity.name} {address_of(scope)}"
+
+
 class Identified:
-    """ASGI middleware that identifies the caller before the body is read. A caller without a token can only make calls
-    that need none. For a request that a replica forwarded, the original caller's address replaces the replica's."""
+    """ASGI middleware that identifies the caller before the body is read. A caller without a token can only sign in and
+    out."""
 
     def __init__(self, app: ASGIApp, gate: Gate, admission: Admission) -> None:
         self._app, self._gate, self._admission = app, gate, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if SLOT not in scope:
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._begin_passed_on(scope)
-            identity = await self._identify(scope)
-            caller.begin(identity)
-            await self._admit(scope, identity)
-        except GristmillError as error:
-            await error_response(error)(scope, receive, send)
-            return
+        if SLOT in scope:
+            # The error leaves the scope, because its frames refer to the scope.
+            identity = scope.pop(_IDENTITY)
+            try:
+                if not isinstance(identity, GristmillError):
+                    caller.begin(await self._identified(scope, identity))
+            except GristmillError as error:
+                identity = error
+            if isinstance(identity, GristmillError):
+                await error_response(identity)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
-    def _begin_passed_on(self, scope: Scope) -> None:
-        """Raises UnavailableError for a request that falsely claims to be forwarded by a replica."""
-        try:
-            came_from = self._gate.came_from(Headers(scope=scope))
-        except UnavailableError:
-            # The request is counted like a request with an unknown token.
-            self._admission.refused(scope[THROTTLED], scope[THROTTLED], "UNAUTHENTICATED", 0, 0.0)
-            raise
-        passed_on.begin(came_from)
-        if came_from:
-            scope["client"] = (came_from, 0)
-            scope[THROTTLED] = came_from
-
-    async def _identify(self, scope: Scope) -> Caller:
-        """Returns the caller. Raises UnauthenticatedError if a token is required but missing or unknown."""
-        if self._gate.is_open:
-            return EVERYONE_IS_ADMIN
-        if _is_open(scope["path"]):
-            # An invalid token is ignored, because a browser with an expired cookie must reach the page to sign in.
-            return ANYONE
-        headers = Headers(scope=scope)
-        shown = _shown(headers)
-        if not shown and (user := self._gate.user_of_proxy(headers, address_of(scope))):
-            return user
-        identity = await self._gate.identify(shown)
-        if identity is ANYONE or scope["path"] == "/openapi.json":
-            self._gate.check(identity, "openapi" if identity is not ANYONE else "a call over HTTP", None, None)
+    async def _identified(self, scope: Scope, identity: Caller | None) -> Caller:
+        """Returns the caller. Raises UnauthenticatedError and UnavailableError like `Gate.identify`, and
+        ResourceExhaustedError if it is known and made too many invalid calls."""
+        if identity is None:
+            identity = await self._gate.identify(_shown(Headers(scope=scope)))
+            scope[THROTTLED] = _throttled(identity, scope)
+            await scope[SLOT].move(identity.name, "call")
+        if identity is not ANYONE:
+            self._admission.check(scope[THROTTLED])
+        elif scope["path"] != _SESSION:
+            self._gate.check(identity, "a call over HTTP", None, None)
+        if scope["path"] == "/openapi.json":
+            self._gate.check(identity, "openapi", None, None)
         return identity
-
-    async def _admit(self, scope: Scope, identity: Caller) -> None:
-        """Counts the slot for the caller. Raises ResourceExhaustedError like `Admission.enter` and `check`."""
-        address = address_of(scope)
-        is_known = identity is not ANYONE and identity is not EVERYONE_IS_ADMIN
-        await scope[SLOT].move(identity.name if is_known else address)
-        if is_known:
-            # Invalid calls are counted per machine, so that other workers with the same token are not throttled.
-            scope[THROTTLED] = f"{identity.name} {address}"
-        self._admission.check(scope[THROTTLED])
-
-
-def _is_open(path: str) -> bool:
-    return path in ("/", "/docs", "/v1/session") or path.startswith("/page/")
 
 
 def _shown(headers: Headers) -> str | None:
