@@ -69,7 +69,7 @@ def crowded(tmp_path: Path) -> Iterator[Crowded]:
     subjects = [{"subject": subject, "roles": ["viewer"]} for subject in (SUBJECT, ANN)]
     path.write_text(yaml.safe_dump({"subjects": subjects}))
     token = create_token(path, "worker", ["worker"], ["*"], None)
-    issued = {"jwks": str(issuer.path), "jwt_issuer": "https://issuer", "jwt_audience": "gristmill"}
+    issued: dict[str, Any] = {"jwks": str(issuer.path), "jwt_issuer": "https://issuer", "jwt_audience": "gristmill"}
     service = Service(Settings(**FREE_PORTS, store="memory", tokens_file=path, proxy_user_header=USER, **issued))
     with ExitStack() as running:
         running.callback(service.stop)
@@ -108,9 +108,9 @@ def test_who_has_a_token_goes_on_while_unknown_callers_of_the_machine_take_all_t
 def test_a_person_signs_in_next_to_wrong_tokens_in_calls_and_at_the_sign_in(crowded: Crowded) -> None:
     crowded.exhaust(f"sign-in {MACHINE}")
     on_loop(crowded.take_slots, MACHINE)
-    url, started = f"{crowded.service.http_url}/v1/session", {"trust_env": False, "timeout": SOON_S}
+    url = f"{crowded.service.http_url}/v1/session"
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url, json={"token": "wrong"}, **started)
+        httpx.post(url, json={"token": "wrong"}, trust_env=False, timeout=SOON_S)
     answer = httpx.post(url, json={"token": crowded.token}, trust_env=False, timeout=20)
     assert (answer.status_code, "set-cookie" in answer.headers) == (200, True)
 

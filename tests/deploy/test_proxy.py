@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -101,14 +102,15 @@ class Proxied:
         credentials = grpc.ssl_channel_credentials(self.ca_file.read_bytes())
         options = [("grpc.use_local_subchannel_pool", 1)]
         with grpc.secure_channel(f"localhost:{self.port}", credentials, options) as channel:
-            stub = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
 
             def ask() -> grpc.StatusCode | None:
                 try:
                     metadata = (("authorization", f"Bearer {token}"),)
                     stub.ListRuns(run_pb2.ListRunsRequest(), metadata=metadata, timeout=20)
                 except grpc.RpcError as error:
-                    return error.code()  # type: ignore[no-any-return]
+                    code: grpc.StatusCode = error.code()
+                    return code
                 return None
 
             yield ask
