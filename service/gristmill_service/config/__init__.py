@@ -3,7 +3,7 @@
 Contains every rule that can be checked before a rollout arrives.
 """
 
-from gristmill_service.config.parsing import parse_config, read_config, stored_config, with_dp_size
+from gristmill_service.config.parsing import difference, parse_config, read_config, stored_config, with_dp_size
 from gristmill_service.config.rules import MOST_PADDED_TO, MOST_TAGS
 from gristmill_service.config.run_config import (
     MERGE_MODES,
@@ -36,6 +36,7 @@ __all__ = [
     "Rae",
     "RunConfig",
     "StepGroups",
+    "difference",
     "parse_config",
     "read_config",
     "stored_config",

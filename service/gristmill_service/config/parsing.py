@@ -123,6 +123,15 @@ def _columns(columns: object) -> tuple[ColumnSpec, ...]:
     return specs_of(columns)
 
 
+def difference(one: RunConfig, other: RunConfig) -> str:
+    """Returns the settings that differ, with both values."""
+    before, after = json.loads(one.model_dump_json()), json.loads(other.model_dump_json())
+    changed = [
+        f"{name} was {before[name]!r} and is now {after[name]!r}" for name in before if before[name] != after[name]
+    ]
+    return ", ".join(changed)
+
+
 def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: str = "") -> None:
     """Rejects all unknown settings in one message, where pydantic would report an error for each."""
     unknown = [name for name in mapping if name not in known]

@@ -7,7 +7,6 @@ the others are served.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
@@ -28,7 +27,7 @@ from gristmill.errors import (
 )
 from gristmill_service.access import caller
 from gristmill_service.access.quotas import NO_LIMITS, Limits, Usage
-from gristmill_service.config import RunConfig, parse_config, stored_config, warnings_of
+from gristmill_service.config import RunConfig, difference, parse_config, stored_config, warnings_of
 from gristmill_service.off_loop import each, finished
 from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
@@ -150,7 +149,7 @@ class Runs:
             raise UnavailableError(f"run {name!r} is being deleted; retry after it is deleted")
         if parsed not in (run.created_with, run.config):
             raise AlreadyExistsError(
-                f"run {name!r} exists with another configuration: {_difference(run.created_with, parsed)}; choose "
+                f"run {name!r} exists with another configuration: {difference(run.created_with, parsed)}; choose "
                 "another name"
             )
         return warnings_of(parsed), False
@@ -491,11 +490,3 @@ def _holding(run: Run) -> dict[str, int]:
             ),
         }
     )
-
-
-def _difference(one: RunConfig, other: RunConfig) -> str:
-    before, after = json.loads(one.model_dump_json()), json.loads(other.model_dump_json())
-    changed = [
-        f"{name} was {before[name]!r} and is now {after[name]!r}" for name in before if before[name] != after[name]
-    ]
-    return ", ".join(changed)
