@@ -1,14 +1,15 @@
-"""Awaits work in the thread pool."""
+"""Awaits work in the thread pool, and repeats background tasks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 
 _log = structlog.get_logger(__name__)
 
@@ -44,6 +45,23 @@ async def each(pieces: Iterator[T]) -> AsyncIterator[T]:
         close: Any = getattr(pieces, "close", None)
         if close is not None:
             await asyncio.to_thread(close)
+
+
+async def every(seconds: float, do: Callable[[], Awaitable[None]]) -> None:
+    """Calls a function again and again, pausing between calls. Logs errors."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await do()
+        except Exception:  # noqa: BLE001 - one failure is no reason to stop
+            _log.exception("timer failed")
+
+
+async def quietly(work: Callable[[], Awaitable[Any]]) -> None:
+    """Ignores errors of a task: `unhealthy_reason` reports a store that refuses, and a run may be deleted in the
+    meantime."""
+    with suppress(UnavailableError, NotFoundError):
+        await work()
 
 
 class OneByOne:

@@ -26,6 +26,7 @@ from gristmill_service.api.http.waiting import WaitingServer
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.monitoring.health.report import described
 from gristmill_service.monitoring.metrics import Metrics, RunStats, Watched, run_stats
 from gristmill_service.monitoring.views.tokens import TokenTexts
 from gristmill_service.process_tuning import give_back_memory_when_quiet
@@ -76,6 +77,7 @@ class Service:
             max_row_bytes=int(settings.max_row_bytes),
             max_runs=settings.max_runs,
             limits_of_each=limits_of_each_run(settings),
+            describe=described,
         )
         opened.push_async_callback(self.runs.close, 0.0)
         await self.runs.start()

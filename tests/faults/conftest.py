@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,8 +55,8 @@ def server(shared_redis: RedisServer) -> RedisServer:
 def join() -> Iterator[Join]:
     with ExitStack() as opened:
 
-        def start(url: str, name: str = "one", lease_s: float = 3.0) -> Replica:
-            replica = Replica(url, name, lease_s)
+        def start(url: str, name: str = "one", lease_s: float = 3.0, **more: Any) -> Replica:
+            replica = Replica(url, name, lease_s, **more)
             opened.callback(replica.close)
             return replica
 

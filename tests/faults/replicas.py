@@ -26,11 +26,11 @@ PREFIX = "runs"
 class Replica:
     """What a service is on Redis, without its APIs."""
 
-    def __init__(self, url: str, name: str, lease_s: float) -> None:
+    def __init__(self, url: str, name: str, lease_s: float, **more: Any) -> None:
         self.client = connect(RedisAddress(url=url))
         self.run_store = RedisRunStore(self.client, PREFIX, lease_s)
         self.store = RedisShardStore(self.client, self.run_store, PREFIX)
-        self.runs = Runs(self.store, self.run_store, build_batch=build_batch, make_monitor=Monitor)
+        self.runs = Runs(self.store, self.run_store, build_batch=build_batch, make_monitor=Monitor, **more)
         self.run_store.advertise(name, name)
         self._is_open = True
 

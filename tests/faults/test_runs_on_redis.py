@@ -45,7 +45,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     client.set(config, described.replace(b'"format":2', b'"format":9'))
     second = join(server.url, "second")
     wait_until(lambda: [run.name for run in second.runs.own()] == ["b"], "the other is taken over")
-    with pytest.raises(FailedPreconditionError, match="use a newer gristmill"):
+    with pytest.raises(FailedPreconditionError, match="use the version that wrote it"):
         second.runs.get("a")
     assert list(second.runs.unreadable) == ["a"]
 

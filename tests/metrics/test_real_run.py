@@ -240,7 +240,7 @@ def test_the_service_itself(trained_run: TrainedRun) -> None:
     assert (stores["publish"], stores["free"]) == (BATCHES, BATCHES)
     assert stores["append"] == 0, "in memory there is no log"
     assert sum(metrics.of("gristmill_store_errors_total").values()) == 0
-    assert metrics.of("gristmill_leases") == {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
+    assert metrics.of("gristmill_leases") == {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0, "dormant": 0}
     assert metrics.one("gristmill_store_unhealthy") == 0
     assert metrics.one("gristmill_build_info", version=gristmill.__version__) == 1
     assert metrics.one("gristmill_call_seconds_count", api="grpc", call="SubmitRows", status="OK") == 24

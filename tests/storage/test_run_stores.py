@@ -168,6 +168,24 @@ class TestStoresThatKeep:
         assert same(log.get(first + 2), any_table(2))
         log.close()
 
+    def test_a_dormant_run_is_marked_until_it_is_opened_or_deleted(self, store: RunStore) -> None:
+        for name in ("run", "é" * 128):
+            log = opened(store.create(name, b"{}"))
+            assert store.dormant() == []
+            store.set_dormant(name, b"described")
+            log.close()
+            assert ([*store.dormant()], store.names()) == ([name], [name])
+            assert store.descriptions([name, "other"]) == {name: b"described"}
+            store.open(name).close()
+            assert ([*store.dormant()], store.descriptions([name])) == ([], {})
+            opened(store.open(name))
+            store.set_dormant(name, b"again")
+            store.delete(name)
+            assert ([*store.dormant()], store.descriptions([name])) == ([], {})
+            store.create(name, b"{}").close()
+            assert [*store.dormant()] == []
+            store.delete(name)
+
     def test_a_run_is_created_once_and_deleted_whole(self, store: RunStore) -> None:
         log = opened(store.create("run", b"{}"))
         run_id = log.run_id

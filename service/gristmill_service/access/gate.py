@@ -152,7 +152,7 @@ class Gate:
         for entry in () if self._file is None else self._file.callers().tokens:
             identity = entry.caller(entry.name)
             if identity.max_runs is not None:
-                count = sum(map(identity.sees, self._runs.usage()))
+                count = sum(map(identity.sees, [*self._runs.usage(), *self._runs.dormant()]))
                 yield QuotaUsage("max_runs", "caller", entry.name, count, identity.max_runs)
             if identity.max_requests is not None:
                 count = calls.get(("caller", entry.name), 0)

@@ -56,8 +56,11 @@ class QuotaUsage(NamedTuple):
 
 
 class Runs(Protocol):
-    """The runs that quotas apply to. With Redis, `usage` covers only the runs that this process owns."""
+    """The runs that quotas apply to. With Redis, `usage` covers only the runs that this process owns. Dormant runs use
+    nothing."""
 
     async def names(self) -> Iterable[str]: ...
 
     def usage(self) -> Mapping[str, Usage]: ...
+
+    def dormant(self) -> Iterable[str]: ...

@@ -25,7 +25,7 @@ from gristmill_service.api.meter import in_thread
 from gristmill_service.api.row_requests import CheckedRows, RowsCheck, RowsRequest
 from gristmill_service.api.shard_columns import compressed, file_with
 from gristmill_service.config import Model
-from gristmill_service.monitoring.health.health import Assessment, assess_run
+from gristmill_service.monitoring.health.report import RunReport, report, reported
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run import waiters
 from gristmill_service.run.machine.answers import (
@@ -39,7 +39,6 @@ from gristmill_service.run.machine.answers import (
     Position,
     Resumed,
     RewardUpdate,
-    RunStatus,
     Sealed,
     ShardAnswer,
     Taken,
@@ -93,9 +92,12 @@ async def create_run(api: ApiContext, run: str, config: Mapping[str, Any]) -> tu
         raise
 
 
-async def get_run(api: ApiContext, run: str) -> tuple[RunStatus, Assessment]:
-    opened = await api.runs.get(run)
-    return await opened.status(), assess_run(opened)
+async def get_run(api: ApiContext, run: str) -> RunReport:
+    """Returns a run's status and health. Does not open a dormant run."""
+    if (dormant := reported((await api.runs.descriptions([run])).get(run))) is not None:
+        return dormant
+    opened = await api.runs.get(run, is_call=False)
+    return report(opened, await opened.status())
 
 
 async def list_runs(api: ApiContext) -> list[str]:

@@ -90,6 +90,11 @@ class Background:
         self._free()
         self._check_unsealed()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no task is running, or remains to be done again."""
+        return not (self._tasks or self._freed or self._unsealed)
+
     async def idle(self) -> None:
         """Returns when no task is running. Call it after the run is closed, when no new task can start."""
         while self._tasks:

@@ -13,6 +13,10 @@ class NameLocks:
     def __init__(self) -> None:
         self._locks: dict[str, _NameLock] = {}
 
+    def is_locked(self, name: str) -> bool:
+        """Returns whether a caller has the lock of the name, or waits for it."""
+        return name in self._locks
+
     @asynccontextmanager
     async def locked(self, name: str) -> AsyncIterator[None]:
         entry = self._locks.setdefault(name, _NameLock())

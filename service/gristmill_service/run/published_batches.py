@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from itertools import chain
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
@@ -15,6 +16,7 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.writer import Writer
+from gristmill_service.storage.run_store import OwnedElsewhereError
 from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardStore
 
 _log = structlog.get_logger(__name__)
@@ -104,3 +106,16 @@ class PublishedBatches:
         # If the batch is back in the store by now, it is built once more, with the same bytes.
         if self._writer.execute(lambda view: sealing.withdraw_batch(view.state, batch), is_internal=True):
             _log.warning("shards lost, batch rebuilding", run=self._name, batch=batch, reason=reason)
+
+
+def whole_or(elsewhere: OwnedElsewhereError, read: Callable[..., Any], *args: Any) -> Any:
+    """Returns the pieces of a shard. If the shard is missing, raises the error that names the run's owner, which can
+    rebuild the shard or report the reason."""
+    try:
+        pieces: Iterator[bytes] | None = read(*args)
+        if pieces is None:
+            return pieces
+        first = next(pieces, b"")
+    except (ShardsLostError, NotFoundError):
+        raise elsewhere from None
+    return chain([first], pieces)

@@ -98,7 +98,7 @@ class Run:
     """A run. Use `open` to create one from its log.
 
     created_with: the configuration that the run was created with. `config` is the current one, because a trainer may
-        resume with another dp_size.
+        resume with another dp_size. called_at: when the run was last called, or was opened.
     """
 
     @classmethod
@@ -116,6 +116,7 @@ class Run:
     def __init__(self, name: str, config: RunConfig, log: RunLog, shared: Shared, opened: Recovered) -> None:
         self.name, self.run_id, self.created_with = name, log.run_id, config
         self._log, self._store, clock = log, shared.store, shared.clock
+        self.called_at = clock()
         state, rows, tables, events = opened
         # The run's clock, which times out stragglers, stops while the run is closed.
         offset = state.now - clock()
@@ -467,6 +468,11 @@ class Run:
     def is_lost(self) -> bool:
         """Whether the log has to be reopened, by this process or another."""
         return self._writer.is_lost
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing remains to be done, and the log contains all of the run."""
+        return self._log.reads_rows and self._writer.is_over and self._background.is_idle
 
     def lose(self) -> None:
         """Marks the run as one that has to be reopened."""

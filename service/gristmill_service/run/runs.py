@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import structlog
@@ -28,18 +27,21 @@ from gristmill.errors import (
 from gristmill_service.access import caller
 from gristmill_service.access.quotas import NO_LIMITS, Limits, Usage
 from gristmill_service.config import RunConfig, difference, parse_config, stored_config, warnings_of
-from gristmill_service.off_loop import each, finished
+from gristmill_service.off_loop import each, every, finished, quietly
 from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.process_tuning import started_pool
 from gristmill_service.run.batch_builder import BuildBatch
 from gristmill_service.run.capacity import RowBudget, ShardRoom, check_runs
+from gristmill_service.run.dormant_runs import DORMANT_AFTER_S, DormantRuns
+from gristmill_service.run.machine.status import stored_counts
 from gristmill_service.run.name_locks import NameLocks
+from gristmill_service.run.published_batches import whole_or
 from gristmill_service.run.run import MakeMonitor, Run, Shared
 from gristmill_service.run.takeovers import Takeovers
 from gristmill_service.storage.memory import MemoryRunStore
 from gristmill_service.storage.run_store import CheckNames, OwnedElsewhereError, RunLog, RunStore, any_names
-from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
+from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
 
@@ -63,7 +65,8 @@ class Runs:
 
     make_monitor(clock, now): creates a run's monitor; `now` returns the time on the run's clock.
     max_row_bytes: the limit of the bytes of rows, over all runs. max_runs: the limit of the number of runs.
-    limits_of_each: the limits of each run.
+    limits_of_each: the limits of each run. describe: returns what is reported of a run while it is dormant.
+    dormant_after_s: the time without calls after which a run that has ended becomes dormant.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Runs:
         max_row_bytes: int = _MAX_ROW_BYTES,
         max_runs: int = _MAX_RUNS,
         limits_of_each: Limits = NO_LIMITS,
+        describe: Callable[[Run], bytes] = lambda run: b"",
+        dormant_after_s: float = DORMANT_AFTER_S,
     ) -> None:
         self._shards, self._clock = shard_store, clock
         self._store = run_store or MemoryRunStore()
@@ -103,6 +108,7 @@ class Runs:
         # A name's lock is held while its run is created, opened or deleted.
         self._names = NameLocks()
         self._is_closing = False
+        self._dormant = DormantRuns(self._store, describe, clock, dormant_after_s)
         self._takeovers, self._damaged = Takeovers(self.get), 0
         self._unswept = set[str]()
         self._store_reason = ""
@@ -110,20 +116,22 @@ class Runs:
         self._timers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Opens the runs in the store, and starts the timers. A run with a long replay is opened while the others are
-        served; calls for it wait."""
+        """Opens the runs in the store, except dormant ones, and starts the timers. A run with a long replay is opened
+        while the others are served; calls for it wait."""
         if not self._store.is_shared:
-            for name in await asyncio.to_thread(self._store.names):
+            await self._dormant.look()
+            for name in {*await asyncio.to_thread(self._store.names)} - self._dormant.names:
                 self._unreadable[name] = UnavailableError(f"run {name!r} is being recovered from its store; retry")
             await self._adopt(_START_S)
         loop = asyncio.get_running_loop()
         self._timers = [
-            loop.create_task(_every(_TICK_S, self.tick)),
-            loop.create_task(_every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.sync()))),
-            loop.create_task(_every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.flush()))),
-            loop.create_task(_every(_FLUSH_S, self.look)),
-            loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._adopt))),
-            loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._sweep))),
+            loop.create_task(every(_TICK_S, self.tick)),
+            loop.create_task(every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.sync()))),
+            loop.create_task(every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.flush()))),
+            loop.create_task(every(_FLUSH_S, self.look)),
+            loop.create_task(every(_FLUSH_S, lambda: quietly(self._adopt))),
+            loop.create_task(every(_FLUSH_S, lambda: quietly(self._sweep))),
+            loop.create_task(every(_FLUSH_S, self._close_dormant)),
         ]
 
     async def create(
@@ -154,14 +162,18 @@ class Runs:
             )
         return warnings_of(parsed), False
 
-    async def get(self, name: str) -> Run:
+    async def get(self, name: str, *, is_call: bool = True) -> Run:
         """Returns a run. Raises NotFoundError if there is none, OwnedElsewhereError if another process owns it, and
         FailedPreconditionError if it cannot be read.
+
+        is_call: whether the run counts as called, which delays that it becomes dormant.
         """
         run = self._runs.get(name)
         if run is not None and (not run.is_lost or run.is_deleted or self._is_closing):
+            if is_call:
+                run.called_at = self._clock()
             return run
-        if run is None and not self._store.is_shared and name not in self._unreadable:
+        if run is None and not self._store.is_shared and name not in self._known():
             raise await self._unknown(name)
         self._check_serving()
         return await finished(self._open(name))
@@ -172,7 +184,7 @@ class Runs:
         try:
             run = await self.get(name)
         except OwnedElsewhereError as elsewhere:
-            return each(await asyncio.to_thread(_whole_or, elsewhere, self._shards.read, name, batch, address))
+            return each(await asyncio.to_thread(whole_or, elsewhere, self._shards.read, name, batch, address))
         return await run.read_shard(batch, address)
 
     async def read_shard_frames(self, name: str, batch: int, address: ShardAddress) -> AsyncIterator[bytes] | None:
@@ -180,7 +192,7 @@ class Runs:
         try:
             run = await self.get(name)
         except OwnedElsewhereError as elsewhere:
-            frames = await asyncio.to_thread(_whole_or, elsewhere, self._shards.read_frames, name, batch, address)
+            frames = await asyncio.to_thread(whole_or, elsewhere, self._shards.read_frames, name, batch, address)
             return None if frames is None else each(frames)
         return await run.read_shard_frames(batch, address)
 
@@ -208,13 +220,21 @@ class Runs:
         return False
 
     async def names(self) -> list[str]:
-        """Returns the names of all runs, including unreadable runs and those of other processes."""
-        known = {*self._runs, *self._unreadable}
+        """Returns the names of all runs, including unreadable and dormant runs, and those of other processes."""
+        known = self._known()
         return sorted(known.union(await asyncio.to_thread(self._store.names)) if self._store.is_shared else known)
 
     def own(self) -> list[Run]:
         """Returns the runs that this process owns."""
         return [run for _, run in sorted(self._runs.items())]
+
+    def dormant(self) -> Collection[str]:
+        """Returns the names of the dormant runs; those that other processes closed may be a second old."""
+        return self._dormant.names - self._runs.keys()
+
+    async def descriptions(self, names: Iterable[str]) -> Mapping[str, bytes]:
+        """Returns the descriptions of the dormant runs among these."""
+        return await self._dormant.descriptions(name for name in names if name not in self._runs)
 
     @property
     def unreadable(self) -> Mapping[str, str]:
@@ -232,19 +252,21 @@ class Runs:
 
     def leases(self) -> dict[str, int]:
         """Returns the number of runs that this process owns ("own"), may have lost ("lost"), that other processes own
-        ("elsewhere"), and that no process owns ("nobody"). The last two may be a few seconds old."""
+        ("elsewhere"), that no process owns ("nobody"), and that are dormant. The last three may be a few seconds
+        old."""
         owned = self.own()
         lost = sum(run.is_lost for run in owned)
         nobodys = len(self._takeovers.nobodys) + self._damaged
-        return {"own": len(owned) - lost, "lost": lost, "elsewhere": len(self._takeovers.elsewhere), "nobody": nobodys}
+        elsewhere, dormant = len(self._takeovers.elsewhere), len(self.dormant())
+        return {"own": len(owned) - lost, "lost": lost, "elsewhere": elsewhere, "nobody": nobodys, "dormant": dormant}
 
     async def delete(self, name: str) -> None:
-        """Deletes a run, even an unreadable one. Returns when everything is removed and the name can be used again.
-        Continues if the caller disconnects."""
+        """Deletes a run, even an unreadable or dormant one. Returns when everything is removed and the name can be used
+        again. Continues if the caller disconnects."""
         await finished(self._delete(name))
 
     async def _delete(self, name: str) -> None:
-        if await self._delete_unreadable(name):
+        if await self._delete_closed(name):
             return
         meant = await self.get(name)
         async with self._names.locked(name):
@@ -301,7 +323,7 @@ class Runs:
         async with self._names.locked(name):
             if name in self._runs:
                 return False
-            check_names({*self._runs, *self._unreadable, *self._creating})
+            check_names({*self._known(), *self._creating})
             self._creating.add(name)
             try:
                 stored = config.model_dump_json().encode()
@@ -325,6 +347,7 @@ class Runs:
                     return run
                 await self._close_lost(name, run)
             began = self._clock()
+            self._dormant.names.discard(name)
             try:
                 run = await self._start(name, await asyncio.to_thread(self._store.open, name))
             except NotFoundError:
@@ -343,7 +366,8 @@ class Runs:
                 raise FailedPreconditionError(
                     f"run {name!r} cannot be read: {error}; restore its data in the store, or delete the run"
                 ) from error
-            _log.info("run restored", run=name, **_holding(run), seconds=round(self._clock() - began, 3))
+            stored = run.read(lambda state, _: stored_counts(state))
+            _log.info("run restored", run=name, **stored, seconds=round(self._clock() - began, 3))
             self._unswept.add(name)
             return run
 
@@ -356,6 +380,23 @@ class Runs:
         await run.wait_idle()
         # The run stays registered until it is replaced, so that calls for it wait for the lock.
         await run.close_log()
+
+    async def _close_dormant(self) -> None:
+        """Closes the runs that have ended and were not called for a while."""
+        for run in filter(self._dormant.is_due, self.own()):
+            async with self._names.locked(run.name):
+                if self._runs.get(run.name) is not run or not self._dormant.is_due(run) or self._is_closing:
+                    continue
+                # Calls wait for the lock from now on, and then open the run again.
+                run.lose()
+                try:
+                    await self._dormant.mark(run)
+                except (GristmillError, OSError) as error:
+                    _log.warning("run not closed; it is opened again", run=run.name, reason=str(error))
+                    continue
+                await self._close_lost(run.name, run)
+                del self._runs[run.name]
+                _log.info("dormant run closed", run=run.name)
 
     async def _start(self, name: str, log: RunLog) -> Run:
         try:
@@ -378,15 +419,16 @@ class Runs:
             # The service retries by itself if the store is unavailable.
             (_log.warning if isinstance(error, UnavailableError) else _log.error)(event, run=name, reason=str(error))
 
-    async def _delete_unreadable(self, name: str) -> bool:
-        """Deletes the run if it is set aside. Returns whether it was."""
+    async def _delete_closed(self, name: str) -> bool:
+        """Deletes the run if it is set aside or dormant. Returns whether it was."""
         async with self._names.locked(name):
-            # If the run is readable again, or was created again, it may be in use.
-            if name not in self._unreadable:
+            # If the run is readable again, was opened, or was created again, it may be in use.
+            if name not in self._unreadable and not await self.descriptions([name]):
                 return False
             await asyncio.to_thread(self._store.delete, name)
             await asyncio.to_thread(self._shards.delete_run, name)
-            del self._unreadable[name]
+            self._unreadable.pop(name, None)
+            self._dormant.names.discard(name)
             return True
 
     # --- Time
@@ -397,7 +439,7 @@ class Runs:
                 run.tick()
 
     async def _work_on_logs(self, work: Callable[[RunLog], None]) -> None:
-        await asyncio.gather(*(_quietly(partial(run.work_on_log, work)) for run in self.own()))
+        await asyncio.gather(*(quietly(partial(run.work_on_log, work)) for run in self.own()))
 
     async def look(self) -> None:
         """Checks the run store's health, which also shows whether there is capacity again. Concurrent callers share the
@@ -413,12 +455,14 @@ class Runs:
     async def _adopt(self, timeout_s: float = _FLUSH_S) -> None:
         """Takes over runs that no process owns any more, and reopens lost ones."""
         wanted, self._damaged = list[str](), 0
+        if self._store.is_shared:
+            await self._dormant.look()
         for name in await self.names():
             run = self._runs.get(name)
             if not isinstance(self._unreadable.get(name), UnavailableError | None):
                 # An unreadable run is opened only when a call needs it, because opening may take long and rarely helps.
                 self._damaged += 1
-            elif run is None or run.is_lost:
+            elif name not in self._dormant.names if run is None else run.is_lost and not self._names.is_locked(name):
                 wanted.append(name)
         await self._takeovers.look(wanted, timeout_s)
 
@@ -429,6 +473,10 @@ class Runs:
             await asyncio.to_thread(self._shards.sweep, names)
 
     # --- Checks
+
+    def _known(self) -> set[str]:
+        """Returns the names of the runs that this process knows without reading the store."""
+        return {*self._runs, *self._unreadable, *self._dormant.names}
 
     async def _unknown(self, name: str) -> NotFoundError:
         known = ", ".join([one for one in await self.names() if caller.current().sees(one)][:10]) or "none"
@@ -445,48 +493,3 @@ class Runs:
 
 def _shutting_down() -> UnavailableError:
     return UnavailableError("the service is shutting down; retry after it has restarted")
-
-
-async def _every(seconds: float, do: Callable[[], Awaitable[None]]) -> None:
-    """Calls a function again and again, pausing between calls. Logs errors."""
-    while True:
-        await asyncio.sleep(seconds)
-        try:
-            await do()
-        except Exception:  # noqa: BLE001 - one failure is no reason to stop
-            _log.exception("timer failed")
-
-
-def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[..., Any], *args: Any) -> Any:
-    """Returns the pieces of a shard. If the shard is missing, raises the error that names the run's owner, which can
-    rebuild the shard or report the reason."""
-    try:
-        pieces: Iterator[bytes] | None = read(*args)
-        if pieces is None:
-            return pieces
-        first = next(pieces, b"")
-    except (ShardsLostError, NotFoundError):
-        raise elsewhere from None
-    return chain([first], pieces)
-
-
-async def _quietly(work: Callable[[], Awaitable[Any]]) -> None:
-    """Ignores errors of a task: `unhealthy_reason` reports a store that refuses, and a run may be deleted in the
-    meantime."""
-    with suppress(UnavailableError, NotFoundError):
-        await work()
-
-
-def _holding(run: Run) -> dict[str, int]:
-    """Returns the numbers of batches, open groups and rows that are stored now."""
-    return run.read(
-        lambda state, room: {
-            "batches": len(state.batches),
-            "groups_open": len(state.open),
-            "rows": sum(
-                len(group.refs())
-                for groups in (state.open.values(), *(batch.groups for batch in state.batches.values()))
-                for group in groups
-            ),
-        }
-    )

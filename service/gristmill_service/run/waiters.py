@@ -134,6 +134,10 @@ class Waiters:
             if not waiting.wakes:
                 del topic[condition.key]
 
+    def __bool__(self) -> bool:
+        """Whether any caller waits."""
+        return any(self._topics.values())
+
     def waits_for(self, topic: Topic) -> bool:
         return bool(self._topics[topic])
 

@@ -284,6 +284,11 @@ class Writer:
     # --- The end
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run is finished, every batch is freed, and no call waits."""
+        return self.state.finished and not (self.state.batches or self.state.open or self.waiters)
+
+    @property
     def is_lost(self) -> bool:
         """Whether the log has to be reopened, by this process or another."""
         return self._is_lost or self._log.is_lost

@@ -40,6 +40,15 @@ class MemoryRunStore:
     def delete(self, name: str) -> None:
         pass
 
+    def set_dormant(self, name: str, description: bytes) -> None:
+        raise AssertionError(f"run {name!r} would be lost, as it is only in memory")
+
+    def dormant(self) -> list[str]:
+        return []
+
+    def descriptions(self, names: Collection[str]) -> dict[str, bytes]:
+        return {}
+
     def unreachable_reason(self) -> str:
         return ""
 

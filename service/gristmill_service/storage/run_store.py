@@ -191,6 +191,16 @@ class RunStore(Protocol):
     def delete(self, name: str) -> None:
         """Removes all data of a run. Raises UnavailableError."""
 
+    def set_dormant(self, name: str, description: bytes) -> None:
+        """Marks a run, until it is opened again, as one that is opened only for a call. The caller, which owns the run,
+        closes its log. Raises UnavailableError."""
+
+    def dormant(self) -> Collection[str]:
+        """Returns the names of the marked runs. Raises UnavailableError."""
+
+    def descriptions(self, names: Collection[str]) -> Mapping[str, bytes]:
+        """Returns the descriptions of the marked runs among these. Raises UnavailableError."""
+
     def unhealthy_reason(self) -> str:
         """Returns a readable reason why nothing can be stored now; empty if it can. Never raises."""
 

@@ -23,6 +23,7 @@ from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health import health
 from gristmill_service.monitoring.health.health import Overview, RunHealth, RunSummary, Timeline
+from gristmill_service.monitoring.health.report import listed
 from gristmill_service.monitoring.views import groups
 from gristmill_service.monitoring.views import run_settings as settings
 from gristmill_service.monitoring.views.batch_history import BatchHistory, batch_history
@@ -101,12 +102,13 @@ async def sign_out(response: Response) -> None:
 
 @router.get("/overview", response_model=Overview)
 async def overview(request: Request, api: ApiDep) -> Response:
-    """Returns all runs, with the state of those that this process owns. The answer has an ETag."""
+    """Returns all runs, with the state of those that this process owns and of dormant ones. The answer has an ETag."""
     owned = {run.name: run for run in api.runs.own()}
     names = api.gate.visible(await api.runs.names())[:_SHOWN_RUNS]
+    described = await api.runs.descriptions(names)
     runs: list[RunSummary] = []
     for name in names:
-        runs.append(health.summary(owned[name]) if name in owned else RunSummary(run=name))
+        runs.append(health.summary(owned[name]) if name in owned else listed(name, described.get(name)))
         # There may be hundreds of runs, so other calls are answered in between.
         await asyncio.sleep(0)
     document = Overview(now=time.time(), not_ready=api.unhealthy_reason(), grpc_address=api.grpc_address, runs=runs)

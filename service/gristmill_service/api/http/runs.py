@@ -35,9 +35,9 @@ async def list_runs(api: ApiDep) -> models.RunNames:
 
 
 @router.get("/{run}")
-async def get_run(run: RunName, api: ApiDep) -> models.RunState:
+async def get_run(run: AnyRun, api: ApiDep) -> models.RunState:
     """Returns a run's state."""
-    status, _ = await calls.get_run(api, run)
+    status = (await calls.get_run(api, run)).status
     same = models.RunState.model_fields.keys() - {"config", "resolved_config", "models", "tags"}
     values = {name: getattr(status, name) for name in same}
     return models.RunState(

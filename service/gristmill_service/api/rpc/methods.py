@@ -28,7 +28,7 @@ from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.row_requests import RowsRequest
 from gristmill_service.config import Model
-from gristmill_service.monitoring.health.health import Assessment
+from gristmill_service.monitoring.health.report import RunReport
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import (
     Admissions,
@@ -39,7 +39,6 @@ from gristmill_service.run.machine.answers import (
     GroupState,
     Position,
     RewardUpdate,
-    RunStatus,
     ShardAnswer,
 )
 from gristmill_service.run.machine.decisions.resume import Checkpoint
@@ -119,8 +118,7 @@ async def create_run(api: ApiContext, slot: Slot, request: run_pb2.CreateRunRequ
 
 
 async def get_run(api: ApiContext, slot: Slot, request: run_pb2.GetRunRequest) -> run_pb2.GetRunResponse:
-    status, assessment = await calls.get_run(api, request.run)
-    return run_pb2.GetRunResponse(status=_status(status, assessment))
+    return run_pb2.GetRunResponse(status=_status(await calls.get_run(api, request.run)))
 
 
 async def get_health(api: ApiContext, slot: Slot, request: run_pb2.GetHealthRequest) -> run_pb2.GetHealthResponse:
@@ -430,7 +428,8 @@ def _groups(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
     )
 
 
-def _status(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
+def _status(report: RunReport) -> run_pb2.RunStatus:
+    status = report.status
     return run_pb2.RunStatus(
         **{one.name: getattr(status, one.name) for one in fields(status) if one.name not in ("models", "tags")},
         ranks=[
@@ -448,24 +447,19 @@ def _status(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
             for progress in status.models
         ],
         tags={tag: run_pb2.TagGroups(**asdict(groups)) for tag, groups in status.tags.items()},
-        health=_health_to(assessment),
+        health=_health_to(report),
     )
 
 
-def _health_to(assessment: Assessment) -> run_pb2.RunHealth:
-    facts = assessment.facts
+def _health_to(report: RunReport) -> run_pb2.RunHealth:
     return run_pb2.RunHealth(
-        state=assessment.state,
-        summary=assessment.summary,
+        state=report.state,
+        summary=report.summary,
         findings=[
-            run_pb2.Finding(
-                level=finding.level,
-                text=finding.sentence,
-                for_s=None if finding.since is None else max(0.0, facts.now - finding.since),
-            )
-            for finding in assessment.findings
+            run_pb2.Finding(level=level, text=text, for_s=None if since is None else max(0.0, report.now - since))
+            for level, text, since in report.findings
         ],
-        still_s=max(0.0, facts.now - facts.history.last_event),
+        still_s=max(0.0, report.now - report.last_event),
     )
 
 

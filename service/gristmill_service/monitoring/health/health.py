@@ -107,7 +107,8 @@ class RunHealth(RunCounts):
 
 
 class RunSummary(Document):
-    """The summary of a run; only its name if another process owns it. Any process returns any run's health."""
+    """The summary of a run; only its name if another process owns it. Any process returns any run's health. Of a
+    dormant run, this is the summary from when it was closed."""
 
     run: str
     state: HealthState | None = None

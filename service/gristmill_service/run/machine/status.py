@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus, TagGroups
@@ -53,6 +54,13 @@ def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int,
         ],
         failed_batches=dict(state.failed),
     )
+
+
+def stored_counts(state: State) -> dict[str, int]:
+    """Returns the numbers of batches, open groups and rows that are stored now."""
+    groups = chain(state.open.values(), *(batch.groups for batch in state.batches.values()))
+    rows = sum(len(group.refs()) for group in groups)
+    return {"batches": len(state.batches), "groups_open": len(state.open), "rows": rows}
 
 
 def group_keys(state: State) -> list[list[GroupKey]]:

@@ -3,6 +3,7 @@
 DIR/lock                        locked by the process that uses the directory
 DIR/reserve                     space that is released when the file system is full
 DIR/run-<name>/journal.sqlite   a run, as `database` describes it; `-wal` and `-shm` next to it are SQLite's
+DIR/run-<name>/dormant.json     the description of a dormant run
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import secrets
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,8 @@ from gristmill_service.storage.journal.database import Description, explained
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
 from gristmill_service.storage.run_store import CheckNames, any_names, check_config
+
+_DORMANT = "dormant.json"
 
 
 class JournalRunStore:
@@ -94,6 +97,23 @@ class JournalRunStore:
                     database.sync_directory(self._directory)
         shutil.rmtree(deleted, ignore_errors=True)
 
+    def set_dormant(self, name: str, description: bytes) -> None:
+        path = self._path(name) / _DORMANT
+        # Not synced: without it, the next process opens the run once more.
+        with explained(path):
+            path.write_bytes(description)
+
+    def dormant(self) -> list[str]:
+        return [name for name in self.names() if (self._path(name) / _DORMANT).exists()]
+
+    def descriptions(self, names: Collection[str]) -> dict[str, bytes]:
+        read = {}
+        for name in names:
+            path = self._path(name) / _DORMANT
+            with explained(path), suppress(FileNotFoundError):
+                read[name] = path.read_bytes()
+        return read
+
     def unreachable_reason(self) -> str:
         return ""
 
@@ -110,6 +130,8 @@ class JournalRunStore:
     def _open(self, name: str, path: Path) -> JournalRunLog:
         run = database.read_description(path, name)
         log = self._logs[name] = JournalRunLog(path, run, self._fsync, self._room)
+        with explained(path):
+            (path / _DORMANT).unlink(missing_ok=True)
         return log
 
     def _check_new(self, name: str) -> None:

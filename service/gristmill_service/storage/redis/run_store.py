@@ -16,7 +16,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 from zlib import crc32
 
 import msgspec
@@ -107,7 +107,12 @@ class RedisRunStore:
         if self._leases.owner is None:
             return []
         with translated(self._client):
-            return sorted(name.decode() for name in cast(set[bytes], self._client.smembers(self._runs)))
+            names = {name.decode() for name in cast(set[bytes], self._client.smembers(self._runs))}
+            # Other processes deleted these. A failover may also have lost the name of a run that exists.
+            for name in {*self._known} - names:
+                if self._leases.get(name) is None and not self._client.exists(self._keys(name).config):
+                    self._known.pop(name, None)
+        return sorted(names)
 
     def create(self, name: str, config: bytes, check: CheckNames = any_names) -> RedisRunLog:
         check_config(name, config)
@@ -152,6 +157,7 @@ class RedisRunStore:
                 raise
             # In a cluster, the name is on another node, which may have lost it in a failover.
             self._client.sadd(self._runs, name)
+            self._client.hdel(self._dormant, name)
             try:
                 description = self._describe(keys)
             except InvalidArgumentError:
@@ -219,10 +225,30 @@ class RedisRunStore:
     def _forget(self, name: str, keys: RunKeys) -> None:
         """Finishes the run's deletion if it was interrupted, and removes the name of a run that does not exist."""
         finish_deletion(self._client, self._scripts, keys)
+        self._client.hdel(self._dormant, name)
         if self._client.srem(self._runs, name) and self._client.exists(keys.config):
             # Another process has created a run of the name in the meantime.
             self._client.sadd(self._runs, name)
         self._known.pop(name, None)
+
+    def set_dormant(self, name: str, description: bytes) -> None:
+        log = self.owned(name)
+        log.lose()
+        with translated(self._client):
+            self._client.hset(self._dormant, name, cast(Any, description))
+
+    def dormant(self) -> list[str]:
+        with translated(self._client):
+            names = [name.decode() for name in cast(list[bytes], self._client.hkeys(self._dormant))]
+            # A mark that was late, or that a failover brought back.
+            if wrong := [name for name in names if (log := self._leases.get(name)) is not None and not log.is_lost]:
+                self._client.hdel(self._dormant, *wrong)
+        return [name for name in names if name not in wrong]
+
+    def descriptions(self, names: Collection[str]) -> dict[str, bytes]:
+        with translated(self._client):
+            values = cast(list[bytes | None], self._client.hmget(self._dormant, list(names)))
+        return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
     def sweep(self, names: Collection[str]) -> int:
         """Removes the unreferenced keys of runs that this process owns. Returns their number. Scans all keys of each
@@ -259,6 +285,10 @@ class RedisRunStore:
     @property
     def _runs(self) -> str:
         return f"{self._prefix}:runs"
+
+    @property
+    def _dormant(self) -> str:
+        return f"{self._prefix}:dormant"
 
     def _keys(self, name: str) -> RunKeys:
         return RunKeys(self._prefix, name)
