@@ -20,7 +20,7 @@ from gristmill import (
     TrainerClient,
     UnavailableError,
 )
-from gristmill._client.rollout import policy_versions, requests, sender
+from gristmill._client.rollout import policy_versions, requests, rollout_core, sender
 from gristmill._wire.column_spec import specs_of
 from gristmill.v1 import rollout_pb2
 from tests.client.faces import FACES, Connect, connecting
@@ -198,6 +198,22 @@ def test_an_aborted_sample_that_another_process_begins_again_without_a_higher_at
         other.trajectory("p0", 1).step([1], [8], reward=0.0, is_last_step=True)
         other.flush()
     assert client.status().groups_complete == 1
+
+
+def test_a_client_remembers_the_trajectories_that_it_aborted_last(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left 160 bytes for as long as the client lived."""
+    monkeypatch.setattr(rollout_core, "_ABORTS", 3)
+    client.create_run(CONFIG)
+    for uid in ("p0", "p1", "p2", "p3", "p4", "p2"):
+        client.begin_groups([uid])
+        client.abort_trajectory(uid, 0)
+    remembered = [(key.uid, attempt) for key, attempt in client._core._next_attempts.items()]
+    assert remembered == [("p3", 1), ("p4", 1), ("p2", 2)]
+    client.trajectory("p0", 0).step([1], [2], reward=1.0)
+    with pytest.raises(AlreadyExistsError, match=r"attempt 0 was aborted .*a higher attempt"):
+        client.flush()
 
 
 def test_an_attempt_that_comes_too_late_is_refused_where_it_steps(client: RolloutClient) -> None:

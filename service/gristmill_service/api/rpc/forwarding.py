@@ -6,7 +6,9 @@ A call is forwarded only once. If it reaches a process that does not own the run
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -54,6 +56,7 @@ class Forwarding:
         # Each channel with its credentials. Channels from before a renewal stay open until their calls end.
         self._channels: dict[str, tuple[grpc.ChannelCredentials | None, grpc.aio.Channel]] = {}
         self._renewed: list[grpc.aio.Channel] = []
+        self._calls = Counter[grpc.aio.Channel]()
 
     async def unary(
         self, path: str, request: bytes | Iterator[bytes], owner: OwnedElsewhereError, context: Any
@@ -63,35 +66,51 @@ class Forwarding:
 
         request: its message, or all of its messages.
         """
-        channel = self._channel(owner)
-        ask: Any = channel.unary_unary(path) if isinstance(request, bytes) else channel.stream_unary(path)
-        call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
-        answer: asyncio.Future[bytes] = asyncio.ensure_future(call)
-        ignore_error(answer)
-        try:
-            while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
-                if not await self._is_owner(owner.run, owner.grpc_address) and not answer.done():
-                    raise UnavailableError(f"{owner}; the owner changed during the call")
-            return await answer
-        finally:
-            call.cancel()
+        async with self._channel(owner) as channel:
+            ask: Any = channel.unary_unary(path) if isinstance(request, bytes) else channel.stream_unary(path)
+            call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
+            answer: asyncio.Future[bytes] = asyncio.ensure_future(call)
+            ignore_error(answer)
+            try:
+                while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
+                    if not await self._is_owner(owner.run, owner.grpc_address) and not answer.done():
+                        raise UnavailableError(f"{owner}; the owner changed during the call")
+                return await answer
+            finally:
+                call.cancel()
 
     async def stream(self, path: str, request: bytes, owner: OwnedElsewhereError, context: Any) -> AsyncIterator[bytes]:
         """Yields the bytes of the answers. Raises like `unary`."""
-        ask = self._channel(owner).unary_stream(path)
-        call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
-        try:
-            async for answer in call:
-                yield answer
-        finally:
-            call.cancel()
+        async with self._channel(owner) as channel:
+            call = channel.unary_stream(path)(request, timeout=_left(context), metadata=_metadata(owner, context))
+            try:
+                async for answer in call:
+                    yield answer
+            finally:
+                call.cancel()
 
     async def close(self) -> None:
         for channel in (*self._renewed, *(channel for _, channel in self._channels.values())):
             await channel.close()
 
-    def _channel(self, owner: OwnedElsewhereError) -> grpc.aio.Channel:
-        """Returns a channel to the run's owner. Raises UnavailableError for a call that was already forwarded."""
+    @asynccontextmanager
+    async def _channel(self, owner: OwnedElsewhereError) -> AsyncIterator[grpc.aio.Channel]:
+        """Yields a channel to the run's owner for one call. Raises UnavailableError for a call that was already
+        forwarded."""
+        channel = self._open(owner)
+        self._calls[channel] += 1
+        try:
+            yield channel
+        finally:
+            self._calls[channel] -= 1
+            unused = [old for old in self._renewed if not self._calls[old]]
+            for old in unused:
+                self._renewed.remove(old)
+                del self._calls[old]
+            for old in unused:
+                await old.close()
+
+    def _open(self, owner: OwnedElsewhereError) -> grpc.aio.Channel:
         if passed_on.current():
             raise UnavailableError(f"{owner}; the run is moving to another replica")
         address, shown = owner.grpc_address, None if self._credentials is None else self._credentials()

@@ -6,6 +6,7 @@ module owns the connections and chooses the current replica; `retries` decides w
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import random
@@ -14,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -55,7 +57,15 @@ _AMONG_OTHERS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-Bind = Callable[[Any], Callable[..., Any]]
+
+class Channel:
+    """A channel of gRPC to one replica. calls: the number of its active calls."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel, self.calls = channel, 0
+
+
+Bind = Callable[[Channel], Callable[..., Any]]
 """Returns the callable of one gRPC method on a channel."""
 
 Watched = AbstractContextManager[None]
@@ -125,10 +135,10 @@ class Replicas:
         self._addresses, self._credentials = addresses, credentials
         self._options = _OPTIONS + (_ALONE if self.count == 1 else _AMONG_OTHERS)
         self._lock = threading.Lock()
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, Channel] = {}
         self._version = credentials.version()
         # Channels from before a renewal of certificates stay open for their active calls.
-        self._before: list[Any] = []
+        self._before: list[Channel] = []
         self._current_number = 0
         self._id, self._calls = secrets.token_hex(4), itertools.count(1)
         self._is_closed = False
@@ -156,7 +166,9 @@ class Replicas:
         def call(request: Any, timeout: float) -> Begun:
             number, channel = self._current()
             named = self._named()
-            return self._begin(bind(channel), self._watched(number, named), request, timeout=timeout, metadata=named)
+            begun = self._begin(bind(channel), self._watched(number, named), request, timeout=timeout, metadata=named)
+            begun.on_done(lambda _: self._end(channel))
+            return begun
 
         return call
 
@@ -173,9 +185,12 @@ class Replicas:
     def _attempt(self, bind: Bind) -> Iterator[Callable[..., Any]]:
         """Yields the callable of the current replica."""
         number, channel = self._current()
-        named = self._named()
-        with self._watched(number, named):
-            yield functools.partial(bind(channel), metadata=named)
+        try:
+            named = self._named()
+            with self._watched(number, named):
+                yield functools.partial(bind(channel), metadata=named)
+        finally:
+            self._end(channel)
 
     @contextmanager
     def _watched(self, number: int, named: tuple[tuple[str, str], ...]) -> Iterator[None]:
@@ -192,18 +207,36 @@ class Replicas:
         """Returns the next call's metadata: a new id, which the service logs, and the caller's token."""
         return (REQUEST_ID, f"{self._id}-{next(self._calls):x}"), *self._credentials.metadata()
 
-    def _current(self) -> tuple[int, Any]:
-        """Returns the number of the current replica, for `_fail_over`, and its channel."""
+    def _current(self) -> tuple[int, Channel]:
+        """Returns the number of the current replica, for `_fail_over`, and its channel, in which a call begins: report
+        its end to `_end`."""
         with self._lock:
             if self._is_closed:
                 raise FailedPreconditionError("this client is closed; create another")
             if self._version != (version := self._credentials.version()):
                 self._before += self._made.values()
                 self._made, self._version = {}, version
+            unused = [channel for channel in self._before if not channel.calls]
+            self._before = [channel for channel in self._before if channel.calls]
             address = self._addresses[self._current_number % self.count]
-            if address not in self._made:
-                self._made[address] = self._credentials.channel(self._library, address, self._options)
-            return self._current_number, self._made[address]
+            if (channel := self._made.get(address)) is None:
+                made = self._credentials.channel(self._library, address, self._options)
+                channel = self._made[address] = Channel(made)
+            channel.calls += 1
+            number = self._current_number
+        for each in unused:
+            self._close(each.channel)
+        return number, channel
+
+    def _end(self, channel: Channel) -> None:
+        """Reports the end of a call. Its channel may be closed by a later call: gRPC reports the end in a thread of the
+        channel."""
+        with self._lock:
+            channel.calls -= 1
+
+    def _close(self, channel: Any) -> None:
+        """Closes a channel without active calls."""
+        raise NotImplementedError
 
     def _fail_over(self, number: int) -> None:
         """Makes the next replica current, once for all calls that failed on this one. The old channel stays open for
@@ -216,7 +249,7 @@ class Replicas:
         """Returns all channels for closing. No channel is created after that."""
         with self._lock:
             self._is_closed = True
-            made = [*self._before, *self._made.values()]
+            made = [channel.channel for channel in (*self._before, *self._made.values())]
             self._before, self._made = [], {}
             return made
 
@@ -225,6 +258,9 @@ class Channels(Replicas):
     """The replicas for blocking calls. Thread-safe."""
 
     _library = grpc
+
+    def _close(self, channel: Any) -> None:
+        channel.close()
 
     def _answering(self, bind: Bind) -> Callable[..., Any]:
         def call(request: Any, timeout: float) -> Any:
@@ -258,6 +294,16 @@ class AsyncChannels(Replicas):
 
     _library = grpc.aio
 
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        super().__init__(address, credentials)
+        self._closing: set[asyncio.Future[None]] = set()
+
+    def _close(self, channel: Any) -> None:
+        closing = asyncio.ensure_future(channel.close())
+        # The event loop refers to its tasks weakly.
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
     def _answering(self, bind: Bind) -> Callable[..., Awaitable[Any]]:
         begin = self._beginning(bind)
 
@@ -286,4 +332,11 @@ class AsyncChannels(Replicas):
 
 def _binder(kind: str, method: tuple[Any, ...], options: dict[str, Any]) -> Bind:
     """Returns a function that creates the method's callable on a channel, once per channel."""
-    return functools.cache(lambda channel: getattr(channel, kind)(*method, **options))
+    bound: WeakKeyDictionary[Channel, Callable[..., Any]] = WeakKeyDictionary()
+
+    def bind(channel: Channel) -> Callable[..., Any]:
+        if (method_on_channel := bound.get(channel)) is None:
+            method_on_channel = bound[channel] = getattr(channel.channel, kind)(*method, **options)
+        return method_on_channel
+
+    return bind

@@ -183,7 +183,8 @@ class RolloutClient:
         """Returns a trajectory, to which steps are then added one by one. Does not wait for the service.
 
         attempt: the number of this attempt; increase it by one if the trajectory is sampled again. It supersedes
-            earlier attempts. None: 0, or the next attempt of a trajectory that this client aborted.
+            earlier attempts. None: 0, or the next attempt of a trajectory that is among the last 10,000 that this
+            client aborted.
         policy_version: the version that samples the steps; -1 if unknown, which a run with `stale: drop` or `mask`
             refuses. None: the version that is announced when the trajectory begins, 0 before any. The client learns it
             from `begin_groups`, or asks for it in the background.

@@ -34,6 +34,9 @@ from gristmill.v1 import rollout_pb2, run_pb2
 
 _log = logging.getLogger("gristmill")
 
+_ABORTS = 10_000
+"""The most aborted trajectories that a client remembers, about 2 MB: most are never sampled again."""
+
 
 class RolloutCore:
     def __init__(self, connection: Connection, encoder: RequestEncoder, limits: Limits, token_rewards: bool) -> None:
@@ -44,7 +47,7 @@ class RolloutCore:
         self._encoder = encoder
         self._declared = DeclaredColumns(self.status, encoder.share)
         self.sender = Sender(connection, encoder, limits)
-        # The next attempt of each trajectory that this client aborted.
+        # The next attempt of each trajectory that this client aborted last.
         self._next_attempts: dict[TrajectoryKey, int] = {}
         self._begun = BegunGroups(self.run)
         self._finished = FinishedGroups(self.run)
@@ -219,8 +222,10 @@ class RolloutCore:
     async def _abort(self, key: TrajectoryKey, attempt: int | None, reason: str) -> bool:
         """Aborts this and lower attempts of a trajectory; None: any attempt. The next sampling is the next attempt."""
         request = requests.abort_trajectory(self.run, key, reason, attempt)
-        following = self._next_attempts.get(key, 0)
+        following = self._next_attempts.pop(key, 0)
         self._next_attempts[key] = following + 1 if attempt is None else max(following, attempt + 1)
+        if len(self._next_attempts) > _ABORTS:
+            self._next_attempts.pop(next(iter(self._next_attempts)), None)
         self.sender.withdraw(lambda row: row.key == key and (attempt is None or row.attempt <= attempt))
         # Wait for all rows of the group, because the service may not know the group until they arrive.
         await self.sender.wait_for(lambda other: other[:2] == key[:2])
