@@ -153,6 +153,23 @@ def test_packages_image_and_chart_have_provenance_and_image_and_chart_are_signed
 
 
 @needs_repository
+def test_the_image_has_an_sbom_and_so_has_the_page_of_the_release() -> None:
+    (built,) = [step["with"] for _, step in steps() if step.get("uses", "").startswith("docker/build-push-action@")]
+    assert built["sbom"].startswith("generator=")
+    assert built["provenance"] == "mode=max"
+    uploaded = {
+        step["with"]["name"]: step["with"]["path"]
+        for name, job in jobs().items()
+        for step in job.get("steps", [])
+        if name.startswith("release.") and step.get("uses", "").startswith("actions/upload-artifact@")
+    }
+    shown = str(jobs()["release.release"]["steps"])
+    assert set(uploaded) == {"dist", "chart", "sbom"}
+    assert "artifacts/{dist,chart,sbom}/*" in shown
+    assert uploaded["sbom"] == "gristmill-image.spdx.json"
+
+
+@needs_repository
 def test_every_target_and_script_that_a_workflow_runs_exists() -> None:
     runs = "\n".join(step["run"] for _, step in steps() if "run" in step)
     targets = sorted(set(re.findall(r"\bmake (?:--silent )?([a-z-]+)", runs)))
