@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from gristmill_service.settings import Settings
 from tests.deploy.charts import BUNDLED, JOURNAL, OPEN, REDIS, ROOT, notes, only, pod, refusal, render
+from tests.on_loop import Service
 
 TOKENS, TLS = ("--set", "access.tokensSecret=tokens"), ("--set", "access.tlsSecret=tls")
 NO_POLICY = ("--set", "networkPolicy.enabled=false")
@@ -131,6 +135,12 @@ def container(*flags: str) -> dict[str, Any]:
     return dict(service)
 
 
+def settings_of(container: dict[str, Any]) -> dict[str, str]:
+    """The settings in a container's environment."""
+    variables = {one["name"].removeprefix("GRISTMILL_").lower(): one.get("value", "secret") for one in container["env"]}
+    return {name: value for name, value in variables.items() if name not in ("pod_ip", "pod_name")}
+
+
 @pytest.mark.parametrize(
     ("flags", "addresses", "ports"),
     [
@@ -144,7 +154,7 @@ def test_a_container_listens_where_it_is_meant_to(
     flags: tuple[str, ...], addresses: list[str], ports: set[str]
 ) -> None:
     ours = container(*flags)
-    variables = {one["name"].removeprefix("GRISTMILL_").lower(): one.get("value") for one in ours["env"]}
+    variables = settings_of(ours)
     assert [variables[f"{name}_address"] for name in ("grpc", "http", "probe")] == addresses
     assert {port["name"] for port in ours["ports"]} == ports
     assert ("insecure" in variables) == (flags in (NETWORK, JOURNAL))
@@ -152,5 +162,24 @@ def test_a_container_listens_where_it_is_meant_to(
     assert {probe["port"] for probe in probes} == {"probes"}
     assert {probe.get("scheme") for probe in probes} == {"HTTPS" if TLS[1] in flags else None}
     # It refuses to start otherwise.
-    settings = {name: value or "secret" for name, value in variables.items() if name not in ("pod_ip", "pod_name")}
-    assert Settings.model_validate(settings).probe_address == "0.0.0.0:8081"
+    assert Settings.model_validate(variables).probe_address == "0.0.0.0:8081"
+
+
+def test_only_probes_and_metrics_of_a_sidecar_answer_beyond_its_loopback_address(tmp_path: Path) -> None:
+    rendered = settings_of(container(*SIDECAR))
+    free = {name: f"{rendered[name].rpartition(':')[0]}:0" for name in ("http_address", "probe_address")}
+    directories = {"journal_dir": tmp_path / "journal", "shared_memory_dir": tmp_path}
+    here = {**rendered, **free, **directories, "grpc_address": f"unix:{tmp_path}/grpc.sock"}
+    service = Service(Settings.model_validate(here))
+    service.start()
+    try:
+        http, probes = (urlsplit(url).port for url in (service.http_url, str(service.probe_url)))
+        assert httpx.get(f"http://127.0.0.1:{http}/v1/runs", trust_env=False).status_code == 200
+        # Another address of this machine is to it as that of another pod.
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.2:{http}/v1/runs", trust_env=False)
+        paths = ("readyz", "metrics", "v1/runs")
+        answers = [httpx.get(f"http://127.0.0.2:{probes}/{path}", trust_env=False).status_code for path in paths]
+        assert answers == [200, 200, 404]
+    finally:
+        service.stop()
