@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any
+from io import StringIO
+from typing import Any, TextIO
 
 import structlog
 
 from gristmill_service import tracing
+from gristmill_service.cli.terminal import printable
 
 
 def configure_logs(level: str, form: str) -> None:
@@ -29,10 +32,9 @@ def configure_logs(level: str, form: str) -> None:
         cache_logger_on_first_use=True,
     )
     if form == "json":
-        last: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        last: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_json)]
     else:
-        plain = structlog.dev.plain_traceback
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+        last = [_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -47,6 +49,29 @@ def configure_logs(level: str, form: str) -> None:
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
     # Otherwise httpx logs every request that is forwarded to another replica.
     logging.getLogger("httpx").setLevel(max(logging.WARNING, root.level))
+
+
+# Values come from callers, who must not send codes to the terminal of a reader, nor begin what looks like another line.
+
+
+def _escape(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Escapes characters that are not printable. The renderer shows values that are no text by `repr`, which does so,
+    too."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = printable(value)
+    return event
+
+
+def _traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
+    plain = StringIO()
+    structlog.dev.plain_traceback(plain, error)
+    output.write("\n".join(map(printable, plain.getvalue().split("\n"))))
+
+
+def _json(event: object, **options: Any) -> str:
+    # The only control character that JSON does not escape.
+    return json.dumps(event, **options).replace("\x7f", r"\u007f")
 
 
 def _add_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from contextlib import closing
@@ -13,9 +14,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import structlog
 
 from gristmill import AsyncRolloutClient, InvalidArgumentError, RolloutClient, TrainerClient
-from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
+from gristmill_service.access.tokens import create_token
+from gristmill_service.logs import configure_logs
 from tests.api.apis import CONFIG, GrpcApi, group, row, rows_message
 from tests.redis.servers import RedisServer
 from tests.serving import ServiceProcess, StartService
@@ -176,3 +180,52 @@ def test_what_is_passed_on_to_the_runs_owner_keeps_its_id(start_service: StartSe
         assert answer.headers.get_list(ID) == ["passed-on-too"]
         request_ids = {line.get("request_id") for line in lines(owner) if line["event"] == "rows submitted"}
         assert request_ids == {"passed-on", "passed-on-too"}
+
+
+CODES = "".join(
+    map(chr, [*range(32), *range(0x7F, 0xA0), 0x2028, 0x2029, 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), 0xFEFF])
+)
+"""What moves the cursor, ends a line somewhere, or turns text around: no log line has any of it."""
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+def test_what_a_caller_sends_is_escaped_in_the_log(start_service: StartService, tmp_path: Path, form: str) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    shown = (("authorization", f"Bearer {create_token(tokens, 'viewer', ['viewer'], ['a-*'], None)}"),)
+    service = start_service("--store", "memory", "--log-format", form, "--tokens-file", str(tokens))
+    name = f"x{CODES.replace(chr(0), '')}[31mred\ny=1"
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        stub = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError):
+            stub.GetRun(run_pb2.GetRunRequest(run=name), metadata=shown, timeout=30)
+    service.stop()
+    text = service.log.read_text()
+    [line] = [line for line in text.split("\n") if "GetRun" in line or "get_run" in line]
+    assert "[31mred" in line
+    assert not set(text) & set(CODES.replace("\n", ""))
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+def test_no_log_line_of_any_library_has_codes_of_a_terminal(
+    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recorder's log is the same."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    before = structlog.get_config()
+    level = root.level
+    try:
+        configure_logs("info", form)
+        logging.getLogger("a library").warning("odd %s", CODES)
+        try:
+            raise ValueError(CODES)
+        except ValueError:
+            logging.getLogger("gristmill.recorder").exception("failed %s", CODES)
+            structlog.get_logger("ours").error("failed", reason=CODES, groups=[CODES], at=Path(f"/{CODES[1:]}"))
+            structlog.get_logger("ours").exception("failed")
+    finally:
+        root.setLevel(level)
+        structlog.configure(**before)
+    text = capsys.readouterr().err
+    assert text.count("ValueError") >= 2
+    assert not set(text) & set(CODES.replace("\n", ""))

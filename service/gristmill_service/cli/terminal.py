@@ -49,6 +49,8 @@ class FittingTable:
 
 def printable(text: str) -> str:
     """Escapes control characters and line breaks, as in `\\x1b`, as uids and reasons may contain any."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
