@@ -83,7 +83,8 @@ class Run:
         """Whether the run can be forgotten until its next call: it does not exist, is finished, or had no call for an
         hour."""
         is_idle = time.monotonic() - self.used_at > _IDLE_S
-        return self._checking is None and (is_idle or not self._is_known)
+        is_asking = self._checking is not None and not self._checking.done()
+        return not is_asking and (is_idle or not self._is_known)
 
     async def check(self, sample: int) -> None:
         """Checks that the run accepts steps of this sample. If the service does not answer within two seconds, returns
@@ -173,7 +174,7 @@ class Run:
         for task in (self._checking, self._watch):
             if task is not None:
                 task.cancel()
-                await asyncio.wait((task,))
+                await asyncio.gather(task, return_exceptions=True)
         if "client" in vars(self):
             with suppress(GristmillError):
                 await self.client.close()

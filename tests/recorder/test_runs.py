@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gristmill import RolloutClient, UnavailableError
+from gristmill import NotFoundError, RolloutClient, UnavailableError
 from gristmill_recorder import run as run_module
 from gristmill_recorder.journal import Journal
 from gristmill_recorder.metrics import Metrics
@@ -61,6 +61,27 @@ def test_samples_are_not_refused_by_the_settings_of_a_run_from_before_the_servic
         # The task that waits for the next version learns it.
         await asyncio.sleep(0.1)
         await run.check(1)
+        await run.close()
+
+    asyncio.run(work())
+
+
+def test_a_run_that_turns_out_to_be_unknown_after_its_call_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "PATIENCE_S", 0.02)
+
+    async def work() -> None:
+        answers = asyncio.Event()
+
+        async def status(_: str) -> Any:
+            await answers.wait()
+            raise NotFoundError("run 'run' does not exist")
+
+        service: Any = SimpleNamespace(status=status)
+        run = Run("run", service, (), Metrics())
+        await run.check(0)
+        assert not run.is_unused, "the service is still asked"
+        answers.set()
+        await until(lambda: run.is_unused)
         await run.close()
 
     asyncio.run(work())
