@@ -208,7 +208,7 @@ class Settings(BaseSettings):
         pattern="^[A-Za-z0-9-]+$",
         description="The header in which a proxy in front of the HTTP API sends the name of the signed-in user, such "
         "as X-Forwarded-User. The proxy must remove this header from clients' requests. tokens_file contains the "
-        "users' roles, under subjects.",
+        "users' roles, under proxy_users.",
     )
     proxy_addresses: str = Field(
         "127.0.0.1,::1",

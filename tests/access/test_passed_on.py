@@ -56,7 +56,7 @@ class Replicas:
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     directory = tmp_path_factory.mktemp("replicas")
     path = directory / "tokens.yaml"
-    path.write_text(yaml.safe_dump({"subjects": [{"subject": "*@example.org", "roles": ["viewer"]}]}))
+    path.write_text(yaml.safe_dump({"proxy_users": [{"user": "*@example.org", "roles": ["viewer"]}]}))
     tokens: dict[str, str] = {role: create_token(path, role, [role], ["*"], None) for role in ROLES}
     with ExitStack() as running:
         redis = running.enter_context(RedisServer(directory / "redis", appendonly="no"))

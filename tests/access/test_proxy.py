@@ -6,21 +6,23 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.access.tokens import create_token
 from gristmill_service.settings import load_settings
 from tests.access.conftest import Serve
+from tests.access.issuer import SUBJECT, Issuer
 from tests.api.apis import CONFIG
 
-SUBJECTS = "subjects: [{subject: '*@example.org', roles: [viewer], runs: ['math-*']}]"
+USERS = "proxy_users: [{user: '*@example.org', roles: [viewer], runs: ['math-*']}]"
 USER = "X-Forwarded-User"
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     tokens_file = tmp_path / "tokens.yaml"
-    tokens_file.write_text(SUBJECTS)
+    tokens_file.write_text(USERS)
     return tokens_file
 
 
@@ -50,6 +52,25 @@ def test_the_header_counts_for_nothing_from_other_addresses_or_where_it_is_not_c
         service.runs.create("math-1", CONFIG)
         shown = {USER: "ann@example.org", "X-Forwarded-For": "10.0.0.1"}
         assert httpx.get(f"{service.http_url}/v1/runs/math-1", headers=shown, trust_env=False).status_code == 401
+
+
+def test_a_user_and_a_subject_of_the_same_name_are_apart(serve: Serve, tmp_path: Path) -> None:
+    path, issuer = tmp_path / "tokens.yaml", Issuer(tmp_path)
+    subjects, users = [{"subject": SUBJECT, "roles": ["admin"]}], [{"user": "ann", "roles": ["viewer"]}]
+    path.write_text(yaml.safe_dump({"subjects": subjects, "proxy_users": users}))
+    issued = {"jwks": str(issuer.path), "jwt_issuer": "https://issuer", "jwt_audience": "gristmill"}
+    service = serve(tokens_file=path, proxy_user_header=USER, **issued)
+
+    def get(**headers: str) -> httpx.Response:
+        shown = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.get(f"{service.http_url}/v1/runs", headers=shown, trust_env=False)
+
+    assert get(Authorization=f"Bearer {issuer.token()}").status_code == 200
+    assert get(X_Forwarded_User="ann").status_code == 200
+    refused = get(X_Forwarded_User=SUBJECT)
+    assert (refused.status_code, "add an entry under proxy_users" in refused.text) == (401, True)
+    refused = get(Authorization=f"Bearer {issuer.token(sub='ann')}")
+    assert (refused.status_code, "add an entry under subjects" in refused.text) == (401, True)
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ class Crowded:
 @pytest.fixture
 def crowded(tmp_path: Path) -> Iterator[Crowded]:
     path, issuer = tmp_path / "tokens.yaml", Issuer(tmp_path)
-    subjects = [{"subject": subject, "roles": ["viewer"]} for subject in (SUBJECT, ANN)]
-    path.write_text(yaml.safe_dump({"subjects": subjects}))
+    subjects = {"subjects": [{"subject": SUBJECT, "roles": ["viewer"]}]}
+    path.write_text(yaml.safe_dump(subjects | {"proxy_users": [{"user": ANN, "roles": ["viewer"]}]}))
     token = create_token(path, "worker", ["worker"], ["*"], None)
     issued: dict[str, Any] = {"jwks": str(issuer.path), "jwt_issuer": "https://issuer", "jwt_audience": "gristmill"}
     service = Service(Settings(**FREE_PORTS, store="memory", tokens_file=path, proxy_user_header=USER, **issued))

@@ -80,10 +80,10 @@ class Gate:
                 return None
         except ValueError:
             return None
-        if identity := self._file.callers().with_subject(user):
+        if identity := self._file.callers().with_user(user):
             return identity
         with self._noted():
-            raise UnauthenticatedError(f"the user {user[:100]!r} is not in tokens_file; add an entry under subjects")
+            raise UnauthenticatedError(f"the user {user[:100]!r} is not in tokens_file; add an entry under proxy_users")
 
     def came_from(self, shown: Mapping[str, str]) -> str:
         """See `PeerSecret.came_from`."""
@@ -208,7 +208,8 @@ class Gate:
         identity = caller.current()
         entries = () if self._file is None else self._file.callers().tokens
         sees_all, runs = "*" in identity.runs, set(identity.runs)
-        callers = {identity.name, *(entry.name for entry in entries if sees_all or runs.issuperset(entry.runs))}
+        # By their patterns alone: a user of a proxy may have the name of a token.
+        callers = {entry.name for entry in entries if sees_all or runs.issuperset(entry.runs)}
 
         def sees(labels: Mapping[str, str]) -> bool:
             run, name = labels.get("run"), labels.get("caller")

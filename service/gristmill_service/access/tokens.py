@@ -1,4 +1,4 @@
-"""Reads and writes the file of callers: digests of static tokens, and subjects of JSON web tokens.
+"""Reads and writes the file of callers: digests of static tokens, subjects of JSON web tokens, and users of a proxy.
 
 A token is 256 random bits and cannot be guessed, so an unsalted SHA-256 digest is sufficient.
 """
@@ -56,9 +56,15 @@ class TokenEntry(_Entry):
 
 
 class SubjectEntry(_Entry):
-    """Callers with this subject in their JSON web token, or this user name from a proxy. A shell pattern."""
+    """Callers with this subject in their JSON web token. A shell pattern."""
 
     subject: Annotated[str, Field(min_length=1)]
+
+
+class UserEntry(_Entry):
+    """Callers whom a proxy signed in under this name. A shell pattern."""
+
+    user: Annotated[str, Field(min_length=1)]
 
 
 class Callers(BaseModel):
@@ -68,6 +74,7 @@ class Callers(BaseModel):
 
     tokens: list[TokenEntry] = []
     subjects: list[SubjectEntry] = []
+    proxy_users: list[UserEntry] = []
 
     def with_token(self, token: str) -> Caller | None:
         """Returns the caller with this token; None for an unknown token. Compares all digests in constant time."""
@@ -79,10 +86,13 @@ class Callers(BaseModel):
 
     def with_subject(self, subject: str) -> Caller | None:
         """Returns the caller of the first entry that matches the subject; None if none matches."""
-        for entry in self.subjects:
-            if fnmatchcase(subject, entry.subject):
-                return entry.caller(subject)
-        return None
+        matches = (entry for entry in self.subjects if fnmatchcase(subject, entry.subject))
+        return next((entry.caller(subject) for entry in matches), None)
+
+    def with_user(self, user: str) -> Caller | None:
+        """Returns the caller of the first entry that matches the user of a proxy; None if none matches."""
+        matches = (entry for entry in self.proxy_users if fnmatchcase(user, entry.user))
+        return next((entry.caller(user) for entry in matches), None)
 
 
 def read_callers(path: Path) -> Callers:
