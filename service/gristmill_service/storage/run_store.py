@@ -65,9 +65,9 @@ class LogEnd(NamedTuple):
     nbytes: int = 0
 
 
-# A log with less bytes after its snapshot is not long, and one with more is. In between, it may have twice the bytes of
-# its snapshot: snapshots then write at most as many bytes as the log.
-_SHORT_TAIL, _LONG_TAIL = 16 << 20, 256 << 20
+# A log may have twice the bytes of its snapshot after it, so that snapshots are a third of what is written, but at least
+# and at most so many: a million records of one row each, which are replayed in 15 s.
+_SHORT_TAIL, _LONG_TAIL = 16 << 20, 128 << 20
 
 
 def is_long_tail(tail: int, snapshot: int) -> bool:
