@@ -65,8 +65,8 @@ class LogEnd(NamedTuple):
     nbytes: int = 0
 
 
-# A log may have twice the bytes of its snapshot after it, so that snapshots are a third of what is written, but at least
-# and at most so many: a million records of one row each, which are replayed in 15 s.
+# The bytes of records after which a snapshot is due: twice those of the last snapshot, so that snapshots are a third of
+# what is written, within these limits. The upper one is a million records of one row each, which are replayed in 15 s.
 _SHORT_TAIL, _LONG_TAIL = 16 << 20, 128 << 20
 
 

@@ -41,7 +41,7 @@ from gristmill_service.settings import Settings
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.on_loop import Service, loop, on_loop
 from tests.storage.tables import any_table
-from tests.tools.bench.processes import served
+from tests.tools.bench.processes import cpu_s, served
 
 GROUPS, SAMPLES, RUN = 1000, 8, "months"
 """The groups of a batch, the trajectories of a group, and the run's name."""
@@ -108,8 +108,8 @@ def make(directory: Path, groups: int, tail_bytes: int) -> None:
     store.close()
 
 
-def ready_after_kill(journal: Path) -> float:
-    """Seconds from the start of a service to its answers, after the one before was killed."""
+def ready_after_kill(journal: Path) -> tuple[float, float]:
+    """Seconds from the start of a service to its answers, after the one before was killed, and of processor time."""
     flags = ["--journal-dir", str(journal)]
     with served(flags) as first:
         first.process.kill()
@@ -117,10 +117,10 @@ def ready_after_kill(journal: Path) -> float:
     begin = time.perf_counter()
     with served(flags) as again:
         wait_for_run(again.http_url)
-        ready = time.perf_counter() - begin
+        ready, cpu = time.perf_counter() - begin, cpu_s(again.process.pid)
         again.process.kill()
         again.process.wait()
-    return ready
+    return ready, cpu
 
 
 def wait_for_run(http_url: str) -> None:
@@ -164,7 +164,7 @@ class Heartbeat:
 def watched(run: object, prefix: str, goes_on: Callable[[], bool]) -> tuple[int, float, float, float]:
     """Begins a group after the other. Returns how many, the longest gap on the loop, and the median and the longest
     time of a call."""
-    heartbeat, times = Heartbeat(), []
+    heartbeat, times = Heartbeat(), list[float]()
     while goes_on():
         begin = time.perf_counter()
         run.begin_groups(0, [f"{prefix}{len(times)}"])  # type: ignore[attr-defined]
@@ -296,7 +296,8 @@ def main() -> None:
         with journal_in(given.directory) as journal:
             if given.groups:
                 make(journal, given.groups, given.tail << 20)
-            print(f"ready after kill -9: {ready_after_kill(journal):.1f} s", flush=True)
+            ready, cpu = ready_after_kill(journal)
+            print(f"ready after kill -9: {ready:.1f} s, {cpu:.1f} s of processor time", flush=True)
             measure(journal)
 
 
