@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,31 @@ def test_a_call_that_comes_while_its_run_is_closed_opens_it_again(serve: Serve, 
     assert marking.wait(PATIENCE_S)
     threading.Timer(0.1, may_mark.set).start()
     assert runs.get("run").status().finished
+    assert store.opened == ["run"]
+
+
+def test_a_dormant_run_that_is_being_opened_is_known_to_other_calls_and_counts_as_a_run(
+    serve: Serve, clock: Clock
+) -> None:
+    runs, store = serve(max_runs=1)
+    finished(runs)
+    await_dormant(runs, clock)
+    opening, may_open, open_now = threading.Event(), threading.Event(), store.open
+
+    def open_slowly(name: str) -> Any:
+        opening.set()
+        assert may_open.wait(PATIENCE_S)
+        return open_now(name)
+
+    store.open = open_slowly
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(runs.get, "run")
+        assert opening.wait(PATIENCE_S)
+        second = pool.submit(runs.get, "run")
+        with pytest.raises(ResourceExhaustedError, match="1 runs exist"):
+            runs.create("other", CONFIG)
+        may_open.set()
+        assert first.result(PATIENCE_S).run_id == second.result(PATIENCE_S).run_id
     assert store.opened == ["run"]
 
 

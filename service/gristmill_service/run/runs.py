@@ -347,7 +347,6 @@ class Runs:
                     return run
                 await self._close_lost(name, run)
             began = self._clock()
-            self._dormant.names.discard(name)
             try:
                 run = await self._start(name, await asyncio.to_thread(self._store.open, name))
             except NotFoundError:
@@ -366,6 +365,9 @@ class Runs:
                 raise FailedPreconditionError(
                     f"run {name!r} cannot be read: {error}; restore its data in the store, or delete the run"
                 ) from error
+            finally:
+                # Only now, so that it is known to other calls and counts as a run meanwhile.
+                self._dormant.names.discard(name)
             stored = run.read(lambda state, _: stored_counts(state))
             _log.info("run restored", run=name, **stored, seconds=round(self._clock() - began, 3))
             self._unswept.add(name)
