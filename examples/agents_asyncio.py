@@ -92,7 +92,8 @@ async def main() -> None:
                 games += [group.create_task(play_group(client, uid)) for uid in admitted]
                 waiting = [uid for uid in waiting if uid not in admitted]
         batches = await client.finish()
-        states = dict(Counter(group.state.value for group in await client.groups()))
+        groups = await client.groups(f"game-{number}" for number in range(PROMPTS))
+        states = dict(Counter(group.state.value for group in groups))
         turns = (await client.status()).rows_accepted
         failed = sum(game.result() for game in games)
         print(f"{PROMPTS} groups: {states}; {failed} agents failed; {turns} turns; {batches} batches")

@@ -118,7 +118,8 @@ class Api(Protocol):
     def abort_trajectories(self, run: str, keys: Sequence[Json], reason: str) -> int: ...
     def abort_groups(self, run: str, uids: Sequence[str], reason: str) -> int: ...
 
-    def groups(self, run: str) -> list[Json]: ...
+    def groups(self, run: str, uids: Sequence[str] = (), round_: int = 0) -> list[Json]: ...
+    def archived(self, run: str) -> int: ...
     def seal(self, run: str, batch: int | None = None) -> Json: ...
     def batch(self, run: str, batch: int, wait_s: float = 0.0, ranks: Sequence[int] = ()) -> Json: ...
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json: ...
@@ -173,9 +174,24 @@ class GrpcApi:
         values["resolved_config"] = json.loads(status.resolved_config_json)
         return {**values, "models": models}
 
-    def groups(self, run: str) -> list[Json]:
+    def groups(self, run: str, uids: Sequence[str] = (), round_: int = 0) -> list[Json]:
+        pages = self._call(self.runs.ListGroups, run_pb2.ListGroupsRequest(run=run, uids=uids, round=round_))
+        return [
+            {
+                "uid": one.uid,
+                "round": one.round,
+                "state": run_pb2.GroupState.Name(one.state).removeprefix("GROUP_STATE_").lower(),
+                "batch": one.batch if one.state == run_pb2.GROUP_STATE_SEALED else None,
+                "reason": one.reason,
+                "tag": one.tag,
+            }
+            for page in pages
+            for one in page.groups
+        ]
+
+    def archived(self, run: str) -> int:
         pages = self._call(self.runs.ListGroups, run_pb2.ListGroupsRequest(run=run))
-        return [{"uid": one.uid, "tag": one.tag, "reason": one.reason} for page in pages for one in page.groups]
+        return sum(page.archived for page in pages)
 
     def names(self) -> list[str]:
         return list(self._call(self.runs.ListRuns, run_pb2.ListRunsRequest()).runs)
@@ -340,9 +356,12 @@ class HttpApi:
         values = self.call("GET", f"/runs/{run}").json()
         return {**values, "failed_batches": {int(batch): why for batch, why in values["failed_batches"].items()}}
 
-    def groups(self, run: str) -> list[Json]:
-        listed: list[Json] = self.call("GET", f"/runs/{run}/groups").json()["groups"]
+    def groups(self, run: str, uids: Sequence[str] = (), round_: int = 0) -> list[Json]:
+        listed: list[Json] = self.call("GET", f"/runs/{run}/groups", uids=[*uids], round=round_).json()["groups"]
         return listed
+
+    def archived(self, run: str) -> int:
+        return int(self.call("GET", f"/runs/{run}/groups").json()["archived"])
 
     def names(self) -> list[str]:
         runs: list[str] = self.call("GET", "/runs").json()["runs"]

@@ -181,6 +181,39 @@ def test_a_run_says_what_became_of_the_groups_of_each_tag(api: Api, run: str) ->
     assert {one["uid"]: one["tag"] for one in api.groups(run)} == {"a": "math", "b": "code"}
 
 
+def test_the_groups_of_a_freed_batch_are_counted_and_answered_by_name(api: Api, run: str) -> None:
+    api.submit(run, [row("dropped before", 0)])
+    api.abort_groups(run, ["dropped before"], "bad prompt")
+    fill_batch(api, run)
+    api.batch(run, 0, wait_s=WAIT_S)
+    api.submit(run, [{**row("dropped later", 0), "tag": "math"}])
+    api.abort_groups(run, ["dropped later"], "worse prompt")
+    asked = ["b", "dropped later", "never begun", "dropped before"]
+    sealed = {"round": 0, "state": "sealed", "batch": 0, "reason": "", "tag": ""}
+    dropped = {"round": 0, "state": "dropped", "batch": None, "reason": "worse prompt", "tag": "math"}
+    never = {"round": 0, "state": "unknown", "batch": None, "reason": "", "tag": ""}
+    answers = [
+        {"uid": "b", **sealed},
+        {"uid": "dropped later", **dropped},
+        {"uid": "never begun", **never},
+        {"uid": "dropped before", **dropped, "reason": "bad prompt", "tag": ""},
+    ]
+    assert (api.archived(run), api.groups(run, asked)) == (0, answers)
+    for position in (FIRST, SECOND):
+        for rank in range(2):
+            api.acknowledge(run, rank, position, commit=True)
+    assert api.get(run)["batches_freed"] == 1
+    assert api.archived(run) == api.get(run)["groups_archived"] == 3
+    assert [one["uid"] for one in api.groups(run)] == ["dropped later"]
+    assert api.groups(run, asked) == answers
+    assert [one["state"] for one in api.groups(run, asked, 1)] == ["unknown"] * 4
+    assert api.begin(run, ["a", "dropped before"]) == ["sealed", "dropped"]
+    assert api.submit(run, group("a")) == ["sealed"] * 4
+    assert api.abort_groups(run, ["a"], "late") == 0
+    assert api.set_rewards(run, [{"uid": "a", "sample": 0, "reward": 0.5}]) == 0
+    assert api.get(run)["next_round"] == 1
+
+
 def test_a_batch_may_be_sealed_before_it_is_full(api: Api, run: str) -> None:
     api.submit(run, group("a"))
     assert api.seal(run, 0) == {"batch": 0, "prompts": 1}

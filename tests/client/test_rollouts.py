@@ -13,6 +13,7 @@ import pytest
 from gristmill import (
     AlreadyExistsError,
     FailedPreconditionError,
+    GroupState,
     InvalidArgumentError,
     ResourceExhaustedError,
     RolloutClient,
@@ -297,6 +298,31 @@ def test_a_row_that_says_that_its_sample_was_aborted_ends_it_and_the_group_goes_
     (group,) = client.groups()
     assert group.state.name == ("SEALED" if scores else "DROPPED")
     assert client.submit(rows[:1]) == [RowOutcome.DROPPED]
+
+
+def test_groups_are_answered_by_name_however_many(client: RolloutClient, trainer: TrainerClient) -> None:
+    client.create_run(CONFIG)
+    roll_out(client, ["p0", "p1"])
+    for shard in next(iter(trainer)).mini_batches():
+        shard.ack()
+    client.begin_groups(["p2"])
+    assert [group.uid for group in client.groups()] == ["p2"]
+    assert client.status().groups_archived == 2
+    uids = prompts(0, 10_000)
+    groups = client.groups(iter(uids))
+    assert [group.uid for group in groups] == uids
+    assert [(group.state.name, group.batch, group.is_consumed) for group in groups[:4]] == [
+        ("SEALED", 0, True),
+        ("SEALED", 0, True),
+        ("OPEN", None, False),
+        ("UNKNOWN", None, False),
+    ]
+    assert client.groups([]) == []
+    assert {group.state for group in client.groups(uids[:3], round=1)} == {GroupState.UNKNOWN}
+    with pytest.raises(InvalidArgumentError, match="uids is the string 'p0'; pass a list of strings"):
+        client.groups("p0")
+    with pytest.raises(InvalidArgumentError, match=r"uids is \[7\] and round is 0: .*; pass a list of strings"):
+        client.groups([7])  # type: ignore[list-item]
 
 
 def test_begun_groups_are_those_that_there_is_room_for(client: RolloutClient, trainer: TrainerClient) -> None:

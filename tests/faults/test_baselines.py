@@ -92,7 +92,8 @@ class Disturbed:
     def _restart(self) -> None:
         self.service.close()
         self.service = self._started()
-        known = {one["uid"] for one in patiently(lambda: self.service.grpc.groups(self._run))}
+        groups = patiently(lambda: self.service.grpc.groups(self._run, self.submitted))
+        known = {one["uid"] for one in groups if one["state"] != "unknown"}
         for uid in self.submitted[-5:] if known >= set(self.submitted[:-5]) else self.submitted:
             patiently(partial(self.service.grpc.submit, self._run, rows_of(uid)))
 

@@ -69,7 +69,7 @@ def test_groups_are_found_by_a_part_of_their_uid(client: httpx.Client, run: str)
         ("a", "sealed", 0),
         ("another", "open", None),
     ]
-    assert answered(client, f"/runs/{run}/find", uid="nobody") == {"run": run, "in_all": 0, "groups": []}
+    assert answered(client, f"/runs/{run}/find", uid="nobody") == {"run": run, "in_all": 0, "archived": 0, "groups": []}
 
 
 def test_scores_lengths_turns_and_stop_reasons_are_counted_by_trajectory(client: httpx.Client, run: str) -> None:

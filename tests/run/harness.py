@@ -436,7 +436,9 @@ class Bench:
 
     def replayed(self) -> State:
         """The state as the log has it."""
-        state = State.initial(self.config) if self.log.snapshot is None else decode_state(self.log.snapshot)
+        state = State.initial(self.config, self.log.run_id)
+        if self.log.snapshot is not None:
+            state = decode_state(self.log.snapshot)
         for event in self.log.events:
             apply(state, event)
         return state

@@ -20,7 +20,7 @@ from tests.on_loop import Run, Runs
 from tests.run.deltas import Sender
 from tests.run.harness import CONFIG, group_rows, key, row, table, wait_until
 from tests.run.logs import RecordingLog
-from tests.run.test_laws import check_invariants, follow
+from tests.run.test_laws import check_closed_groups, check_invariants, follow
 from tests.run.test_served_bytes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("one_token_is_left_out")
@@ -121,7 +121,7 @@ def disturb(run: Run, stopped: threading.Event) -> None:
 def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     log, store, stopped = RecordingLog(), MemoryShardStore(), threading.Event()
     ledger = MemoryRunStore()
-    monkeypatch.setattr(ledger, "create", lambda name, config: log.of(config))
+    monkeypatch.setattr(ledger, "create", lambda name, config, *_: log.of(config))
     runs = Runs(store, ledger, clock=lambda: 0.0, make_monitor=Monitor)
     runs.create("run", CONFIG | CHAOS)
     run = runs.get("run")
@@ -150,19 +150,20 @@ class Found(NamedTuple):
 
 
 def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> None:
-    state = State.initial(run.config)
+    state = State.initial(run.config, run.run_id)
     for event in events:
         apply(state, event)
     now = run.read(lambda state, room: state)
     assert state == now, "the log is what happened"
     check_invariants(Found(now, run.config, run._writer.rows))
+    closed = check_closed_groups(now, events)
     accepted, ends = follow(events)
     assert Counter(name for name, _ in ends) == Counter(accepted)
     assert len(set(accepted)) == len(accepted)
     status = run.status()
     assert status.failed_batches == {}
-    assert len(state.closed) == WORKERS * GROUPS
-    sealed = sum(isinstance(end, int) for end in state.closed.values())
+    assert len(closed) == WORKERS * GROUPS
+    sealed = sum(isinstance(outcome, int) for outcome in closed.values())
     assert sealed + sum(status.groups_dropped.values()) == WORKERS * GROUPS
     assert (status.row_bytes, status.shard_bytes, len(run._writer.rows)) == (0, 0, 0)
     assert status.batches_freed == status.batches_published == status.batches_sealed

@@ -27,6 +27,8 @@ from gristmill_service.run.machine.events import (
     GroupClosed,
     GroupDropped,
     GroupKey,
+    GroupsAdmitted,
+    GroupTagged,
     RowRef,
     RowsStored,
     StoredRow,
@@ -226,13 +228,9 @@ def check_invariants(bench: Checked) -> None:
     assert set(state.complete) == {name for name, group in state.open.items() if group.is_complete}
     for group in groups:
         assert group.done == sum(trajectory.is_complete for trajectory in group.trajectories.values())
-    lost = state.failed.keys() - state.batches.keys()
     for tag, counts in state.tags.items():
         keys = [key for key, group in state.open.items() if group.tag == tag]
         assert (counts.open, counts.complete) == (len(keys), sum(key in state.complete for key in keys))
-        closed = [outcome for key, outcome in state.closed.items() if state.closed_tags.get(key) == tag]
-        sealed = sum(isinstance(outcome, int) and (outcome not in lost) for outcome in closed)
-        assert (counts.sealed, counts.dropped) == (sealed, len(closed) - sealed)
     if missing_tags(state, config):
         return
     seals = config.seal_by == "count" or state.finished
@@ -248,6 +246,47 @@ def check_invariants(bench: Checked) -> None:
         assert any(model.committed.batch <= number >= min(model.next).batch for model in state.models.values()), "freed"
 
 
+def check_closed_groups(state: State, events: list[Event]) -> dict[GroupKey, int | str]:
+    """Checks what is known of closed groups against an independent reading of the log. Returns their outcomes."""
+    tags: dict[GroupKey, str] = {}
+    outcomes: dict[GroupKey, int | str] = {}
+    batches: dict[int, tuple[GroupKey, ...]] = {}
+    until: dict[GroupKey, int] = {}
+    for event in events:
+        match event:
+            case GroupsAdmitted(groups, _):
+                tags |= {new.key: new.tag for new in groups}
+            case GroupTagged(group, tag):
+                tags[group] = tag
+            case BatchSealed(number, groups, _):
+                until |= dict.fromkeys(groups, len(batches))
+                outcomes |= dict.fromkeys(groups, number)
+                batches[number] = groups
+            case GroupDropped(group, reason):
+                outcomes[group], until[group] = reason, len(batches)
+            case BatchGivenUp(number, reason):
+                outcomes |= dict.fromkeys(batches[number], reason)
+                until |= dict.fromkeys(batches[number], len(batches))
+            case BatchFailed(number, _, keeps_rows=False):
+                until |= dict.fromkeys(batches[number], len(batches))
+            case BatchFreed(number):
+                # A failed batch is dropped when it is freed.
+                is_failed = number in state.failed
+                until |= dict.fromkeys(batches[number], len(batches) if is_failed else -1)
+    assert state.outcomes([*tags, GroupKey(7, "never")]) == outcomes
+    assert len(state.closed.listed) + len(state.closed.archive) == len(outcomes)
+    assert state.closed.listed.keys() == {group for group, batch in until.items() if batch >= state.freed}
+    assert {group: closed.tag for group, closed in state.closed.listed.items()} == {
+        group: tags[group] for group in state.closed.listed
+    }
+    lost = state.failed.keys() - state.batches.keys()
+    for name, counts in state.tags.items():
+        closed = [outcome for group, outcome in outcomes.items() if tags[group] == name]
+        sealed = sum(isinstance(outcome, int) and (outcome not in lost) for outcome in closed)
+        assert (counts.sealed, counts.dropped) == (sealed, len(closed) - sealed)
+    return outcomes
+
+
 @settings(LAW, max_examples=4 * LAW.max_examples)
 @given(SETTINGS, LOGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_nothing(
@@ -260,6 +299,7 @@ def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_noth
     for command in commands:
         act(bench, *command)
         check_invariants(bench)
+        check_closed_groups(bench.state, bench.log.events)
         assert set(bench.state.batches_kept) == kept(bench.log.events)
     replayed = bench.replayed()
     assert replayed == bench.state
@@ -491,7 +531,7 @@ def test_an_admitted_group_can_always_finish(chosen: dict[str, Any], order: list
     mixed = [steps[index] for index in order if index < len(steps)]
     for start in range(0, len(mixed), size):
         bench.submit(*mixed[start : start + size])
-    assert {(0, uid) for uid in begun} == set(bench.state.closed) | set(bench.state.complete)
+    assert {(0, uid) for uid in begun} == set(bench.state.closed.listed) | set(bench.state.complete)
 
 
 def test_group_keys_name_their_round_only_where_there_is_one() -> None:

@@ -13,6 +13,7 @@ from gristmill.errors import InvalidArgumentError, ResourceExhaustedError, Stale
 from gristmill_service.monitoring.health.health import health
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.resume import Checkpoint
+from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.waiters import there_is_room
 from tests.run.harness import Bench, BuildBatch, group_rows
 from tests.run.paced_runs import outcome_of
@@ -28,7 +29,8 @@ def paced(max_staleness: int | None = 0, **more: Any) -> Bench:
 
 def fill(bench: Bench) -> int:
     """Begins and completes groups while there is room. Returns how many."""
-    begun = [uid for uid in NAMES if uid not in {key.uid for key in bench.state.closed}]
+    closed = bench.state.outcomes([GroupKey(0, uid) for uid in NAMES])
+    begun = [uid for uid in NAMES if GroupKey(0, uid) not in closed]
     count = sum(answer == "ADMITTED" for answer in bench.begin(*begun))
     for uid in begun[:count]:
         bench.submit(*group_rows(uid))

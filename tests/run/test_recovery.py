@@ -29,6 +29,8 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
+from gristmill_service.run.machine.archived_groups import digests_of
+from gristmill_service.run.machine.closed_groups import ClosedGroup
 from gristmill_service.run.machine.codec import decode_state, encode_event, record_of, snapshot_of
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed, GroupKey
@@ -286,22 +288,26 @@ def test_a_snapshot_is_the_state_and_is_folded_on_from(
     assert decode_state(snapshot_of(state)) == state
 
 
-def test_a_snapshot_has_millions_of_closed_groups_in_parts_as_they_were_when_it_began() -> None:
-    state = State.initial(parse_config(CONFIG))
-    for number in range(10_000):
-        state.closed[GroupKey(0, f"u{number}")] = number // 8
-    state.closed[GroupKey(0, "u3")] = "given up"
-    state.closed_tags[GroupKey(0, "u3")] = "math"
+def test_a_snapshot_has_the_archived_groups_as_they_were_when_it_began() -> None:
+    state = State.initial(parse_config(CONFIG), "run-id")
+    keys = [GroupKey(0, f"u{number}") for number in range(100_000)]
+    small = sum(map(len, snapshot_of(state)))
+    state.closed.archive.add(digests_of("run-id", keys), [number // 8 for number in range(len(keys))])
+    state.closed.listed[GroupKey(0, "listed")] = ClosedGroup("given up", "math")
     before, pieces = copy.deepcopy(state), snapshot_of(state)
     assert before == state
-    state.closed[GroupKey(0, "u9999")] = "given up"
-    state.closed[GroupKey(1, "new")] = 7
-    state.closed_tags[GroupKey(0, "u3")] = "code"
+    state.closed.archive.add(digests_of("run-id", [GroupKey(1, "new")]), [7])
+    state.closed.listed[GroupKey(0, "listed")] = ClosedGroup("given up", "code")
     state.policy_version = 3
     decoded = decode_state(pieces)
     assert decoded == before
-    assert list(decoded.closed) == list(before.closed)
+    assert decoded.outcomes([keys[9], GroupKey(1, "new")]) == {keys[9]: 1}
     assert decode_state(snapshot_of(state)) == state
+    listed = [*snapshot_of(state)]
+    assert sum(map(len, listed)) <= small + 20 * 100_001 + 100, "20 bytes a group"
+    assert max(map(len, listed)) <= 1 << 20
+    with pytest.raises(InvalidArgumentError, match=r"snapshot cannot be read: archived groups have \d+ bytes instead"):
+        decode_state(listed[:-1])
 
 
 @pytest.mark.parametrize("version", [1, 4])
@@ -454,7 +460,8 @@ def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(
         assert len(uids) == len(set(uids)) * 2, batch
     flat = [uid for uids in seen.values() for uid in set(uids)]
     assert len(flat) == len(set(flat)), "no group is in two batches"
-    states = {view.uid: view.state for part in one.run.groups() for view in part}
+    named = [GroupKey(0, f"u{number}") for number in range(8)]
+    states = {view.uid: view.state for part in one.run.groups(named) for view in part}
     assert set(flat) <= {uid for uid, state in states.items() if state == "sealed"}
     if finished and one.run.shard("policy", 0, None, 0).state is BatchState.END:
         assert len(flat) == 8

@@ -45,7 +45,7 @@ _NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "C
 
 # Requests of other calls are refused unparsed when they are larger, because many small values take long to parse.
 _UNBOUNDED = frozenset(["submit_rows", "write_columns"])
-_LISTS = frozenset(["begin_groups", "abort_trajectories", "abort_groups", "set_rewards"])
+_LISTS = frozenset(["begin_groups", "list_groups", "abort_trajectories", "abort_groups", "set_rewards"])
 
 
 def most_bytes(call: str) -> int | None:

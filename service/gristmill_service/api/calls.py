@@ -105,9 +105,12 @@ async def list_runs(api: ApiContext) -> list[str]:
     return api.gate.visible(await api.runs.names())
 
 
-async def list_groups(api: ApiContext, run: str) -> AsyncIterator[list[GroupAnswer]]:
-    async for part in (await api.runs.get(run)).groups():
-        yield part
+async def list_groups(
+    api: ApiContext, run: str, round_: int, uids: Sequence[str]
+) -> tuple[int, AsyncIterator[list[GroupAnswer]]]:
+    """Returns the number of archived groups, and the groups with these uids; without uids all others."""
+    opened = await api.runs.get(run)
+    return await opened.archived(), opened.groups([GroupKey(round_, uid) for uid in uids] if uids else None)
 
 
 async def finish_run(api: ApiContext, run: str) -> int:

@@ -58,6 +58,7 @@ class Background:
         # Freed batches whose shards remain to be removed, one after the other.
         self._freed: list[int] = []
         self._freeing: asyncio.Task[None] | None = None
+        self._merging: asyncio.Task[None] | None = None
         self._free_after = 0.0
 
     def perform(self, effects: Effects) -> None:
@@ -89,6 +90,7 @@ class Background:
             self._build()
         self._free()
         self._check_unsealed()
+        self._merge_archive()
 
     @property
     def is_idle(self) -> bool:
@@ -224,3 +226,14 @@ class Background:
 
         stored, index = await asyncio.to_thread(copy)
         self._writer.rows.replace(table.number, table.stored, stored, index)
+
+    # --- Merging what is known of archived groups
+
+    def _merge_archive(self) -> None:
+        if self._writer.state.closed.archive.large_pair() and (self._merging is None or self._merging.done()):
+            self._merging = self._start(self._merge_segments())
+
+    async def _merge_segments(self) -> None:
+        archive = self._writer.state.closed.archive
+        while (pair := archive.large_pair()) is not None and not self._writer.is_lost:
+            archive.replace(pair, await asyncio.to_thread(pair[0].merged, pair[1]))

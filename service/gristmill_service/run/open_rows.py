@@ -43,7 +43,7 @@ def _find(state: State, key: GroupKey, sample: int, step: int) -> StoredRow:
 
 def what_became_of(state: State, key: GroupKey) -> str:
     """Returns why the group is not open."""
-    outcome = state.closed.get(key)
+    outcome = state.outcomes([key]).get(key)
     if outcome is None:
         return "no group of this uid and round was begun"
     if isinstance(outcome, int):

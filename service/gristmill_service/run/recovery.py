@@ -45,7 +45,7 @@ def recover(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> Rec
     Raises InvalidArgumentError for a log that this version cannot read.
     """
     snapshot, records, is_short, generation = log.replay()
-    state = State.initial(config) if snapshot is None else decode_state(snapshot)
+    state = State.initial(config, log.run_id) if snapshot is None else decode_state(snapshot)
     for record in records:
         for event in decode_events(record):
             apply(state, event)

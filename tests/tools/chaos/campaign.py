@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gristmill import RolloutClient
+from gristmill import GroupState, RolloutClient
 from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2
 from tests.tools.chaos.contents import Contents
@@ -251,9 +251,11 @@ class Campaign:
             client.finish()
             self._until(trainer.is_over, trainer, "trainer finishes")
             trainer.close()
-            groups, status = client.groups(), client.status()
+            logs = [WorkerLog.read(self._directory / f"worker-{number}.log") for number in range(WORKERS)]
+            asked = client.groups(sorted({uid for log in logs for uid in log.times}))
+            groups = [group for group in asked if group.state is not GroupState.UNKNOWN]
+            status = client.status()
         self._report.rollbacks = rollbacks_of(self._rolled_back, int(status.generation))
-        logs = [WorkerLog.read(self._directory / f"worker-{number}.log") for number in range(WORKERS)]
         launches = [launch.effects() for launch in trainer.training]
         stepped_over = [batch for launch in trainer.training for batch in launch.stepped_over()]
         failures = Failures(dict(status.failed_batches), stepped_over, mode.may_fail_batches)

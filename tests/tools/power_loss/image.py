@@ -122,7 +122,8 @@ class Image:
         self.findings.runs_wrong += len(promised.created - names) + len(promised.deleted & names)
 
     def _check_rest(self) -> None:
-        groups = {group.uid: group for group in self._client.groups()}
+        promised = sorted(self._promised.begun | self._promised.accepted.keys())
+        groups = {group.uid: group for group in self._client.groups(promised) if group.state != "unknown"}
         self._lose(at for uid, at in self._promised.accepted.items() if uid not in groups)
         trainer, trained = self._resumed()
         consumed = {uid for uid, group in groups.items() if group.is_consumed}

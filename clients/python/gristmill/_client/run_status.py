@@ -14,7 +14,7 @@ _NAMES = {number: name for name, number in MODELS.items()}
 _SAME = (
     *("run", "run_id", "generation", "policy_version", "finished", "groups_open", "groups_complete", "groups_room"),
     *("batches_sealed", "batches_published", "batches_freed", "row_bytes", "shard_bytes"),
-    *("rows_accepted", "rows_duplicate"),
+    *("rows_accepted", "rows_duplicate", "groups_archived", "next_round"),
 )
 
 
@@ -78,6 +78,8 @@ class RunStatus:
     batches_sealed, batches_published, batches_freed: counted from 0; batches_sealed is the number of the next batch.
     row_bytes, shard_bytes: the bytes that the service stores now.
     groups_dropped: the number of dropped groups, by reason.
+    groups_archived: the number of closed groups that `groups` lists only if they are named.
+    next_round: the round after the highest of any group that was ever begun.
     models: the progress of `policy`, and of `critic` if the run has one.
     failed_batches: why batches could not be built, by batch number.
     tags: the groups of each tag.
@@ -99,6 +101,8 @@ class RunStatus:
     shard_bytes: int
     rows_accepted: int
     rows_duplicate: int
+    groups_archived: int
+    next_round: int
     groups_dropped: Mapping[str, int]
     models: Mapping[str, ModelProgress]
     failed_batches: Mapping[int, str]

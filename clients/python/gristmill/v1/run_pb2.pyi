@@ -54,6 +54,8 @@ class _GroupStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Sealed into a batch."""
     GROUP_STATE_DROPPED: _GroupState.ValueType  # 4
     """Dropped, for a reason."""
+    GROUP_STATE_UNKNOWN: _GroupState.ValueType  # 5
+    """Never begun. Only of groups that the request names."""
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper): ...
 
@@ -66,6 +68,8 @@ GROUP_STATE_SEALED: GroupState.ValueType  # 3
 """Sealed into a batch."""
 GROUP_STATE_DROPPED: GroupState.ValueType  # 4
 """Dropped, for a reason."""
+GROUP_STATE_UNKNOWN: GroupState.ValueType  # 5
+"""Never begun. Only of groups that the request names."""
 global___GroupState = GroupState
 
 @typing.final
@@ -300,6 +304,8 @@ class RunStatus(google.protobuf.message.Message):
     HEALTH_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
     RESOLVED_CONFIG_JSON_FIELD_NUMBER: builtins.int
+    GROUPS_ARCHIVED_FIELD_NUMBER: builtins.int
+    NEXT_ROUND_FIELD_NUMBER: builtins.int
     run: builtins.str
     config_json: builtins.str
     policy_version: builtins.int
@@ -328,6 +334,10 @@ class RunStatus(google.protobuf.message.Message):
     """
     resolved_config_json: builtins.str
     """The settings of `config_json` and, filled in, the defaults of all others."""
+    groups_archived: builtins.int
+    """Closed groups that ListGroups does not list unless they are named."""
+    next_round: builtins.int
+    """The round after the highest of any group that was ever begun."""
     @property
     def groups_dropped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Groups dropped so far, by reason."""
@@ -376,9 +386,11 @@ class RunStatus(google.protobuf.message.Message):
         health: global___RunHealth | None = ...,
         tags: collections.abc.Mapping[builtins.str, global___TagGroups] | None = ...,
         resolved_config_json: builtins.str = ...,
+        groups_archived: builtins.int = ...,
+        next_round: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["health", b"health"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "health", b"health", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "resolved_config_json", b"resolved_config_json", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes", "tags", b"tags"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_archived", b"groups_archived", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "health", b"health", "models", b"models", "next_round", b"next_round", "policy_version", b"policy_version", "ranks", b"ranks", "resolved_config_json", b"resolved_config_json", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes", "tags", b"tags"]) -> None: ...
 
 global___RunStatus = RunStatus
 
@@ -537,13 +549,22 @@ class ListGroupsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_FIELD_NUMBER: builtins.int
+    UIDS_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
     run: builtins.str
+    round: builtins.int
+    @property
+    def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Asks for these groups of the round instead, archived ones too. At most 32768 per call."""
+
     def __init__(
         self,
         *,
         run: builtins.str = ...,
+        uids: collections.abc.Iterable[builtins.str] | None = ...,
+        round: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["round", b"round", "run", b"run", "uids", b"uids"]) -> None: ...
 
 global___ListGroupsRequest = ListGroupsRequest
 
@@ -565,7 +586,7 @@ class GroupStatus(google.protobuf.message.Message):
     reason: builtins.str
     """Why the group was dropped, or is not complete; `batch_failed` if its batch could not be made and its rows are gone."""
     tag: builtins.str
-    """Its environment or task; empty if it has none."""
+    """Its environment or task; empty if it has none, and of an archived group."""
     def __init__(
         self,
         *,
@@ -585,14 +606,20 @@ class ListGroupsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: builtins.int
+    ARCHIVED_FIELD_NUMBER: builtins.int
+    archived: builtins.int
+    """The number of archived groups: sealed ones whose batch is freed, and dropped ones of that time or before. The
+    service knows their state, batch and reason, and lists them only if the request names them. In the first page.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupStatus]: ...
     def __init__(
         self,
         *,
         groups: collections.abc.Iterable[global___GroupStatus] | None = ...,
+        archived: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["archived", b"archived", "groups", b"groups"]) -> None: ...
 
 global___ListGroupsResponse = ListGroupsResponse
 

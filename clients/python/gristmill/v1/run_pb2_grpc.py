@@ -116,8 +116,8 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Every prompt group that was ever admitted, with its state, so that a data loader that restarts can skip uids. In
-        pages, the closed ones first. Reads only.
+        """The prompt groups that are open or complete, or whose batch is not freed; in pages, the closed ones first. Or the
+        groups that the request names, so that a data loader that restarts can skip uids. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

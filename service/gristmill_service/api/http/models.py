@@ -303,6 +303,7 @@ class Group(BaseModel):
 
 
 class Groups(BaseModel):
+    archived: int = Field(description="Closed groups that are listed only if they are named.")
     groups: list[Group]
 
 
@@ -347,6 +348,8 @@ class RunState(BaseModel):
     shard_bytes: int
     rows_accepted: int
     rows_duplicate: int
+    groups_archived: int = Field(description="Closed groups that are listed only if they are named.")
+    next_round: int = Field(description="The round after the highest of any group that was ever begun.")
     groups_dropped: dict[str, int]
     tags: dict[str, TagGroups] = Field(description="Numbers of groups, per tag.")
     models: list[ModelStatus]

@@ -13,8 +13,7 @@ from gristmill_service.api import calls
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.guards.admitted import HELD
-from gristmill_service.run.machine.answers import ModelProgress
-from gristmill_service.run.run import Run
+from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -56,12 +55,21 @@ async def delete_run(run: AnyRun, api: ApiDep) -> None:
 
 
 @router.get("/{run}/groups", responses={200: {"model": models.Groups}})
-async def list_groups(request: Request, run: RunDep, slot: SlotDep) -> Response:
-    """Returns every prompt group that was ever admitted, and its state."""
+async def list_groups(
+    request: Request,
+    run: RunDep,
+    api: ApiDep,
+    slot: SlotDep,
+    uids: Annotated[list[str], Query(description="Return these groups, archived ones too.")] = [],  # noqa: B006
+    round: Annotated[models.Int32, Query(description="The round of `uids`.")] = 0,
+) -> Response:
+    """Returns the prompt groups that are in no freed batch, or those with the given uids."""
+    archived, parts = await calls.list_groups(api, run.name, round, uids)
     # The keys are in memory until the last part is sent.
-    held = request.scope[HELD] = _BYTES_PER_KEY * run.read(lambda state, _: len(state.open) + len(state.closed))
+    keys = len(uids) or run.read(lambda state, _: len(state.open) + len(state.closed.listed))
+    held = request.scope[HELD] = _BYTES_PER_KEY * keys
     await slot.hold(held)
-    return StreamingResponse(_groups(run), media_type="application/json")
+    return StreamingResponse(_groups(archived, parts), media_type="application/json")
 
 
 @router.post("/{run}/finish")
@@ -88,11 +96,11 @@ async def announce_policy_version(run: RunName, api: ApiDep, body: models.Policy
     await calls.announce_policy_version(api, run, body.version)
 
 
-async def _groups(run: Run) -> AsyncIterator[bytes]:
+async def _groups(archived: int, parts: AsyncIterator[list[GroupAnswer]]) -> AsyncIterator[bytes]:
     """Yields the document, which may have tens of megabytes, in parts. Each is computed after the previous is sent."""
-    yield b'{"groups":['
+    yield b'{"archived":%d,"groups":[' % archived
     is_first = True
-    async for part in run.groups():
+    async for part in parts:
         document = orjson.dumps(part)[1:-1]
         yield document if is_first else b"," + document
         is_first = False

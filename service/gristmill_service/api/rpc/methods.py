@@ -59,6 +59,7 @@ _GROUP_STATES: dict[GroupState, Any] = {
     "complete": run_pb2.GROUP_STATE_COMPLETE,
     "sealed": run_pb2.GROUP_STATE_SEALED,
     "dropped": run_pb2.GROUP_STATE_DROPPED,
+    "unknown": run_pb2.GROUP_STATE_UNKNOWN,
 }
 
 
@@ -134,13 +135,11 @@ async def list_runs(api: ApiContext, slot: Slot, request: run_pb2.ListRunsReques
 
 
 async def list_groups(api: ApiContext, slot: Slot, request: run_pb2.ListGroupsRequest) -> AsyncIterator[bytes]:
-    async for groups in calls.list_groups(api, request.run):
+    archived, parts = await calls.list_groups(api, request.run, request.round, request.uids)
+    yield run_pb2.ListGroupsResponse(archived=archived).SerializeToString()
+    async for groups in parts:
         # One list at a time, because this is Python code that holds the GIL.
         yield await api.encode_groups(_encoded_groups, groups)
-
-
-def _encoded_groups(groups: list[GroupAnswer]) -> bytes:
-    return _groups(groups).SerializeToString()
 
 
 async def finish_run(api: ApiContext, slot: Slot, request: run_pb2.FinishRunRequest) -> run_pb2.FinishRunResponse:
@@ -412,8 +411,8 @@ def _shard(view: ShardAnswer) -> trainer_pb2.GetShardResponse:
     )
 
 
-def _groups(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
-    return run_pb2.ListGroupsResponse(
+def _encoded_groups(views: list[GroupAnswer]) -> bytes:
+    page = run_pb2.ListGroupsResponse(
         groups=[
             run_pb2.GroupStatus(
                 uid=view.uid,
@@ -426,6 +425,7 @@ def _groups(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
             for view in views
         ]
     )
+    return page.SerializeToString()
 
 
 def _status(report: RunReport) -> run_pb2.RunStatus:

@@ -25,6 +25,7 @@ _STYLES = {"finished": "dim", "idle": "dim", "collecting": "green", "training": 
 _SAME = (
     *("policy_version", "finished", "groups_open", "groups_complete", "groups_room", "batches_sealed"),
     *("batches_published", "batches_freed", "row_bytes", "shard_bytes", "rows_accepted", "rows_duplicate"),
+    *("groups_archived", "next_round"),
 )
 
 
@@ -142,7 +143,11 @@ def _facts(status: run_pb2.RunStatus) -> Table:
 
 
 def _lines(status: run_pb2.RunStatus) -> Iterable[tuple[str, str]]:
-    yield "groups", f"{status.groups_open} open, {status.groups_complete} complete, capacity for {status.groups_room}"
+    archived = f", {status.groups_archived:,} archived" if status.groups_archived else ""
+    yield (
+        "groups",
+        f"{status.groups_open} open, {status.groups_complete} complete{archived}, capacity for {status.groups_room}",
+    )
     if status.groups_dropped:
         most = sorted(status.groups_dropped.items(), key=lambda item: (-item[1], item[0]))
         more = f", and {len(most) - _REASONS} more reasons" if len(most) > _REASONS else ""

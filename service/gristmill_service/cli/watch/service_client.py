@@ -106,7 +106,8 @@ class ServiceClient:
         return list(answer.runs)
 
     def groups(self, run: str) -> list[run_pb2.GroupStatus]:
-        """Returns every group that was ever admitted: first sealed and dropped groups, in this order, then others."""
+        """Returns the groups that are not archived: first sealed and dropped groups, in the order in which they closed,
+        then others."""
         pages = self._any.call(
             lambda request, timeout: list(self._any.runs.ListGroups(request, timeout=timeout)),
             run_pb2.ListGroupsRequest(run=run),

@@ -37,8 +37,9 @@ export class SearchView {
     }
     try {
       const answer = await read(paths.find(this.run, uid));
-      const what = answer.in_all ? `${some(answer.in_all, "group")}${answer.in_all > answer.groups.length ? `; the first ${answer.groups.length} are shown` : ""}` : `No group has a uid that contains ${uid}.`;
-      this.matches.replaceChildren(make("p", { class: "quiet small" }, what), ...(answer.groups.length ? [tableRegion(
+      const archived = answer.archived ? ` ${some(answer.archived, "group")} of freed batches ${answer.archived === 1 ? "is" : "are"} found only by the whole uid.` : "";
+      const what = answer.in_all ? `${some(answer.in_all, "group")}${answer.in_all > answer.groups.length ? `; the first ${answer.groups.length} are shown` : ""}.` : `No group has a uid that contains ${uid}.`;
+      this.matches.replaceChildren(make("p", { class: "quiet small" }, what + archived), ...(answer.groups.length ? [tableRegion(
         "Matching groups", ["group", "state", "details"], answer.groups.map(group => [nameOf(group), group.state, this.where(group)]))] : []));
       return answer.groups;
     } catch (error) {

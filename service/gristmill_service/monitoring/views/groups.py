@@ -23,6 +23,7 @@ SampleState = Literal["no row", "open", "waits for a reward", "complete", "abort
 _STATES: tuple[SampleState, ...] = get_args(SampleState)
 _SHOWN = 200
 _SHOWN_MATCHES = 50
+_SEARCHED_ROUNDS = 1000
 
 
 class FoundGroup(Document):
@@ -37,6 +38,7 @@ class FoundGroup(Document):
 class FoundGroups(Document):
     run: str
     in_all: int
+    archived: int = Field(description="Groups of freed batches, which are found only by their whole uid.")
     groups: list[FoundGroup] = Field(description="The first 50 groups; groups whose uid equals the text come first.")
 
 
@@ -75,15 +77,21 @@ class OpenRowTokens(ShownTokens):
 
 
 async def find_groups(run: Run, text: str) -> FoundGroups:
-    """Returns the groups whose uid contains this text."""
-    matches: list[GroupAnswer] = []
-    async for part in run.groups():
-        matches += [group for group in part if text in group.uid]
-        await asyncio.sleep(0)
+    """Returns the groups whose uid contains this text; archived groups only if it is their uid, of the last 1,000
+    rounds."""
+    rounds = run.read(lambda state, _: state.next_round)
+    named = [GroupKey(round_, text) for round_ in range(max(0, rounds - _SEARCHED_ROUNDS), rounds)]
+    found: dict[GroupKey, GroupAnswer] = {}
+    for parts in (run.groups(named), run.groups()):
+        async for part in parts:
+            found |= {GroupKey(group.round, group.uid): group for group in part if text in group.uid}
+            await asyncio.sleep(0)
+    matches = [group for group in found.values() if group.state != "unknown"]
     matches.sort(key=lambda group: (group.uid != text, group.uid, group.round))
     return FoundGroups(
         run=run.name,
         in_all=len(matches),
+        archived=await run.archived(),
         groups=[FoundGroup(**asdict(group)) for group in matches[:_SHOWN_MATCHES]],
     )
 

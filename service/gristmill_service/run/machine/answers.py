@@ -116,13 +116,14 @@ class ShardAnswer:
     incarnation: int = 0
 
 
-GroupState = Literal["open", "complete", "sealed", "dropped"]
+GroupState = Literal["open", "complete", "sealed", "dropped", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """One group. batch: the batch that a sealed group is in. reason: why the group was dropped, or why it is not
-    complete; if the reason is `batch_failed`, `batch` is the failed batch. tag: "" for none."""
+    """One group; unknown: it was never begun. batch: the batch that a sealed group is in. reason: why the group was
+    dropped, or why it is not complete; if the reason is `batch_failed`, `batch` is the failed batch. tag: "" for none,
+    and for archived groups."""
 
     round: int
     uid: str
@@ -175,7 +176,7 @@ class RunStatus:
 
     run_id: an id that is created with the run. generation: 1 plus the number of rollbacks, in which the log lost
     events that were already confirmed. config_json: the settings that differ from their defaults.
-    resolved_config_json: all settings.
+    resolved_config_json: all settings. next_round: the round after the highest of any group that was ever begun.
     """
 
     run: str
@@ -195,6 +196,8 @@ class RunStatus:
     shard_bytes: int
     rows_accepted: int
     rows_duplicate: int
+    groups_archived: int
+    next_round: int
     groups_dropped: Mapping[str, int]
     tags: Mapping[str, TagGroups]
     models: Sequence[ModelProgress]

@@ -6,30 +6,35 @@ A new field needs a default, so that logs of older versions can be read; any oth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any
 
 import msgspec
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine import events as kinds
-from gristmill_service.run.machine.closed_groups import ClosedGroups
-from gristmill_service.run.machine.events import Event, GroupKey
+from gristmill_service.run.machine.archived_groups import ArchivedGroups, Segment
+from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
 FORMAT = 3
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _encode_archive(value: object) -> list[int]:
+    """Encodes the sizes of the segments of archived groups, whose content is not part of the document."""
+    if not isinstance(value, ArchivedGroups):
+        raise TypeError(f"{type(value).__name__} cannot be encoded")
+    return [len(segment) for segment in value.segments]
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_archive)
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind)
     for kind in vars(kinds).values()
     if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
-_state = msgspec.msgpack.Decoder(State)
 _record = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, msgspec.Raw]]])
 _start = msgspec.msgpack.Decoder(tuple[int, int])
-_part = msgspec.msgpack.Decoder(tuple[Literal["closed", "closed_tags"], list[GroupKey | int | str]])
 
 # The bytes of a piece of a snapshot.
 _PIECE_BYTES = 1 << 20
@@ -67,21 +72,18 @@ def decode_events(record: bytes) -> list[Event]:
 
 
 def snapshot_of(state: State) -> Iterator[bytes]:
-    """Returns the pieces of a snapshot of the state as it is now, each of about a megabyte. Only what is small is
-    encoded here. The iterator, which is for a thread, encodes the closed groups in parts, because encoding holds the
-    interpreter's lock."""
-    closed = {name: cast(ClosedGroups[Any], getattr(state, name)).parts() for name in ("closed", "closed_tags")}
-    rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name not in closed}
-    encoded = memoryview(_encoder.encode(rest))
+    """Returns the pieces of a snapshot of the state as it is now, each of at most a megabyte. The iterator is for a
+    thread: it copies the archived groups, of which there may be millions, and whose segments never change."""
+    segments = state.closed.archive.segments
+    encoded = memoryview(_encoder.encode(state))
 
     def pieces() -> Iterator[bytes]:
         starts = range(0, len(encoded), _PIECE_BYTES)
         yield _encoder.encode((FORMAT, len(starts)))
         for start in starts:
             yield bytes(encoded[start : start + _PIECE_BYTES])
-        for name, parts in closed.items():
-            for part in parts:
-                yield _encoder.encode((name, part))
+        for segment in segments:
+            yield from segment.pieces(_PIECE_BYTES)
 
     return pieces()
 
@@ -90,14 +92,16 @@ def decode_state(pieces: Iterable[bytes]) -> State:
     """Decodes the pieces of a snapshot, one after the other. Raises InvalidArgumentError if this version cannot read
     it."""
     left = iter(pieces)
+
+    def read_archive(_: type, sizes: list[int]) -> ArchivedGroups:
+        return ArchivedGroups([Segment.read(size, left) for size in sizes])
+
     try:
         version, count = _start.decode(next(left, b""))
         _check(version)
-        state = _state.decode(b"".join(islice(left, count)))
-        for name, part in map(_part.decode, left):
-            cast(ClosedGroups[Any], getattr(state, name)).extend(part)
-        return state
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        head = b"".join(islice(left, count))
+        return msgspec.msgpack.decode(head, type=State, dec_hook=read_archive)
+    except (msgspec.MsgspecError, UnicodeDecodeError, EOFError) as error:
         raise InvalidArgumentError(
             f"the run's snapshot cannot be read: {error}; restore it, or delete the run"
         ) from None

@@ -6,7 +6,7 @@ Only `apply` changes a state; it never fails and decides nothing. Decisions (`in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import ColumnPlace, Position
 from gristmill_service.run.machine.batch import Batch
 from gristmill_service.run.machine.batch_records import keep
-from gristmill_service.run.machine.closed_groups import ClosedGroups
+from gristmill_service.run.machine.closed_groups import ClosedGroups, ClosedOutcome
 from gristmill_service.run.machine.events import (
     Acknowledged,
     BatchFailed,
@@ -114,8 +114,8 @@ class State:
     open: the admitted groups that are not sealed, in order of admission.
     complete: the keys of the complete groups among them, in order of completion.
     surplus: how many samples of each group may be left out.
-    closed: the sealed groups with their batch number, and the dropped groups with the reason.
-    closed_tags: the tags of closed groups, for groups that have one.
+    closed: the sealed and dropped groups. Sealed ones are archived when their batch is freed.
+    next_round: the round after the highest of any group that was ever begun.
     tags: the group counts of every tag that was ever used.
     tag_wait: the time since when only `tag_shares` keeps the next batch from being sealed; None if it does not.
     tags_lapsed: whether the next batch is sealed without regard to `tag_shares`.
@@ -139,10 +139,10 @@ class State:
     surplus: int
     epochs: int
     models: dict[Model, ModelState]
+    closed: ClosedGroups
     open: dict[GroupKey, Group] = field(default_factory=dict)
     complete: dict[GroupKey, None] = field(default_factory=dict)
-    closed: dict[GroupKey, int | str] = field(default_factory=dict)
-    closed_tags: dict[GroupKey, str] = field(default_factory=dict)
+    next_round: int = 0
     tags: dict[str, TagGroups] = field(default_factory=dict)
     tag_wait: float | None = None
     tags_lapsed: bool = False
@@ -168,13 +168,14 @@ class State:
     records: list[Figures] = field(default_factory=list)
     baselines: dict[BaselineKey, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.closed, self.closed_tags = ClosedGroups(self.closed), ClosedGroups(self.closed_tags)
-
     @classmethod
-    def initial(cls, config: RunConfig) -> State:
+    def initial(cls, config: RunConfig, run_id: str = "") -> State:
         models = {model: ModelState([START] * config.dp_size) for model in config.models}
-        return cls(config.dp_size, config.surplus, config.update_epochs_per_batch, models)
+        return cls(config.dp_size, config.surplus, config.update_epochs_per_batch, models, ClosedGroups(run_id))
+
+    def outcomes(self, keys: Iterable[GroupKey]) -> dict[GroupKey, ClosedOutcome]:
+        """Returns the outcome of each closed group among these."""
+        return self.closed.outcomes(key for key in keys if key not in self.open)
 
     @property
     def batches_sealed(self) -> int:
@@ -254,6 +255,7 @@ def apply(state: State, event: Event) -> Released:
             for new in groups:
                 group = state.open[new.key] = Group(new.key, new.samples, at, state.surplus, new.tag)
                 _count_tag(state, group, opened=1)
+                state.next_round = max(state.next_round, new.key.round + 1)
             state.now = at
         case GroupTagged(key, tag):
             group = state.open[key]
@@ -363,19 +365,12 @@ def _count_tag(
         counts.dropped += dropped
 
 
-def _close(state: State, group: Group, outcome: int | str) -> None:
-    """Records a group as closed. outcome: the number of its batch, or the reason why it was dropped."""
-    state.closed[group.key] = outcome
-    if group.tag:
-        state.closed_tags[group.key] = group.tag
-
-
 def _drop_group(state: State, event: GroupDropped) -> Released:
     group = state.open.pop(event.group)
     _count_tag(state, group, opened=-1, completed=-int(event.group in state.complete), dropped=1)
     state.complete.pop(event.group, None)
-    _close(state, group, event.reason)
     state.reasons.setdefault(event.reason)
+    state.closed.drop([group], event.reason, len(state.prompts))
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + 1
     state.row_bytes -= group.nbytes
     return group.released()
@@ -390,7 +385,7 @@ def _apply_batch(
             for group in groups:
                 _count_tag(state, group, opened=-1, completed=-1, sealed=1)
                 del state.complete[group.key]
-                _close(state, group, number)
+                state.closed.seal(group, number)
             state.tag_wait, state.tags_lapsed = None, False
             state.batches[number] = Batch(version, len(keys), groups)
             state.prompts.append(len(keys))
@@ -417,7 +412,10 @@ def _apply_batch(
             state.failed[number] = reason
             return NOTHING if keeps_rows else _drop_failed_batch(state, number)
         case BatchFreed(number):
-            return _drop_failed_batch(state, number) if number in state.failed else _remove_batch(state, number)
+            if number in state.failed:
+                return _drop_failed_batch(state, number)
+            state.closed.archive_groups(group.key for group in state.batches[number].groups)
+            return _remove_batch(state, number)
 
 
 def _withdraw_shards(state: State, number: int) -> None:
@@ -440,16 +438,17 @@ def _drop_failed_batch(state: State, number: int) -> Released:
         _count_tag(state, group, sealed=-1, dropped=1)
     state.groups_sealed -= prompts
     state.groups_dropped[BATCH_FAILED] = state.groups_dropped.get(BATCH_FAILED, 0) + prompts
+    state.closed.drop(state.batches[number].groups, number, len(state.prompts))
     return _remove_batch(state, number)
 
 
 def _give_up_batch(state: State, event: BatchGivenUp) -> Released:
     batch = state.batches[event.batch]
     for group in batch.groups:
-        _close(state, group, event.reason)
         _count_tag(state, group, sealed=-1, dropped=1)
     state.failed[event.batch] = GIVEN_UP + event.reason
     state.reasons.setdefault(event.reason)
+    state.closed.drop(batch.groups, event.reason, len(state.prompts))
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + batch.prompts
     return _remove_batch(state, event.batch)
 
@@ -459,6 +458,7 @@ def _remove_batch(state: State, number: int) -> Released:
     state.shard_bytes -= batch.nbytes
     state.row_bytes -= batch.row_bytes
     state.freed = min(state.batches, default=len(state.prompts))
+    state.closed.archive_dropped(state.freed)
     return Released.of([Released(batch.written_refs()), *(group.released() for group in batch.groups)])
 
 

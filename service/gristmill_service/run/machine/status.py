@@ -7,6 +7,7 @@ from itertools import chain
 
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus, TagGroups
+from gristmill_service.run.machine.closed_groups import ClosedOutcome
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import GIVEN_UP, State
@@ -37,6 +38,8 @@ def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int,
         shard_bytes=state.shard_bytes,
         rows_accepted=state.rows_accepted,
         rows_duplicate=duplicates,
+        groups_archived=len(state.closed.archive),
+        next_round=state.next_round,
         groups_dropped=dict(state.groups_dropped),
         tags={
             tag: TagGroups(counts.open - counts.complete, counts.complete, counts.sealed, counts.dropped)
@@ -63,23 +66,27 @@ def stored_counts(state: State) -> dict[str, int]:
     return {"batches": len(state.batches), "groups_open": len(state.open), "rows": rows}
 
 
-def group_keys(state: State) -> list[list[GroupKey]]:
-    """Returns the keys of all groups that were ever admitted, in parts: there may be hundreds of thousands."""
-    keys = [*state.closed, *state.open]
+def group_keys(state: State, named: Sequence[GroupKey] | None = None) -> list[Sequence[GroupKey]]:
+    """Returns the keys of all groups that are not archived, or the named ones, in parts: there may be hundreds of
+    thousands."""
+    keys = [*state.closed.listed, *state.open] if named is None else named
     return [keys[first : first + _GROUPS_AT_ONCE] for first in range(0, len(keys), _GROUPS_AT_ONCE)]
 
 
 def group_answers(keys: Sequence[GroupKey], state: State) -> list[GroupAnswer]:
-    return [_group_answer(state, key) for key in keys]
+    outcomes = state.outcomes(keys)
+    return [_group_answer(state, key, outcomes.get(key)) for key in keys]
 
 
-def _group_answer(state: State, key: GroupKey) -> GroupAnswer:
+def _group_answer(state: State, key: GroupKey, outcome: ClosedOutcome | None) -> GroupAnswer:
     group = state.open.get(key)
     if group is not None:
         if key in state.complete:
             return GroupAnswer(*key, "complete", tag=group.tag)
         return GroupAnswer(*key, "open", reason=str(group.lacking()), tag=group.tag)
-    outcome, tag = state.closed[key], state.closed_tags.get(key, "")
+    if outcome is None:
+        return GroupAnswer(*key, "unknown")
+    tag = state.closed.listed[key].tag if key in state.closed.listed else ""
     if isinstance(outcome, str):
         return GroupAnswer(*key, "dropped", reason=outcome, tag=tag)
     # A failed batch whose rows are kept may still be built.

@@ -20,6 +20,8 @@ class GroupState(StrEnum):
     """The group is part of a batch."""
     DROPPED = "dropped"
     """The group was dropped; `Group.reason` says why."""
+    UNKNOWN = "unknown"
+    """The group was never begun."""
 
 
 _STATES: dict[int, GroupState] = {
@@ -27,14 +29,15 @@ _STATES: dict[int, GroupState] = {
     run_pb2.GROUP_STATE_COMPLETE: GroupState.COMPLETE,
     run_pb2.GROUP_STATE_SEALED: GroupState.SEALED,
     run_pb2.GROUP_STATE_DROPPED: GroupState.DROPPED,
+    run_pb2.GROUP_STATE_UNKNOWN: GroupState.UNKNOWN,
 }
 
 
 class Group(NamedTuple):
-    """A prompt group that was admitted to a run.
+    """A prompt group of a run.
 
     batch: the number of the group's batch; None if it is not sealed. reason: why the group was dropped, or is
-    not complete. tag: the group's environment or task; empty if it has none.
+    not complete. tag: the group's environment or task; empty if it has none, or if the group's batch is freed.
     """
 
     uid: str

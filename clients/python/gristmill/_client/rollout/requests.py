@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import inf
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ _T = TypeVar("_T")
 
 # Seconds between two warnings about a wait for capacity. Shorter waits are normal: they throttle producers.
 ROOM_NOTICE_S = 30.0
+
+# The groups that one request asks for: the service limits their number, and the bytes of a request.
+_MOST_NAMED = 4096
 
 # The seconds that a row waits for others to share its message.
 _LINGER_S = 0.003
@@ -86,10 +90,7 @@ def begin_groups(
     n_samples: int | Mapping[str, int] | None,
     tag: str | Mapping[str, str] | None,
 ) -> rollout_pb2.BeginGroupsRequest:
-    if isinstance(uids, str):
-        raise InvalidArgumentError(f"uids is the string {uids!r}; pass a list of strings")
-    if not isinstance(uids, Iterable):
-        raise InvalidArgumentError(f"uids is {uids!r}; pass a list of strings")
+    _check_list(uids)
     sizes = _one_each(uids, n_samples, 0)
     for uid, size in zip(uids, sizes, strict=False):
         if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= INT32_MAX:
@@ -102,9 +103,34 @@ def begin_groups(
     try:
         return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes, tags=tags)
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"uids is {uids!r:.200} and round is {round_!r}: {error}; pass a list of strings, and a 32-bit integer"
-        ) from None
+        raise _no_groups(uids, round_, error) from None
+
+
+def list_groups(run: str, uids: Iterable[str] | None, round_: int) -> Iterator[run_pb2.ListGroupsRequest]:
+    """Yields the requests for the states of groups, or of all listed groups."""
+    if uids is None:
+        yield run_pb2.ListGroupsRequest(run=run)
+        return
+    _check_list(uids)
+    left = iter(uids)
+    while part := list(islice(left, _MOST_NAMED)):
+        try:
+            yield run_pb2.ListGroupsRequest(run=run, uids=part, round=round_)
+        except (TypeError, ValueError) as error:
+            raise _no_groups(part, round_, error) from None
+
+
+def _check_list(uids: object) -> None:
+    if isinstance(uids, str):
+        raise InvalidArgumentError(f"uids is the string {uids!r}; pass a list of strings")
+    if not isinstance(uids, Iterable):
+        raise InvalidArgumentError(f"uids is {uids!r}; pass a list of strings")
+
+
+def _no_groups(uids: Sequence[str], round_: int, error: Exception) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"uids is {uids!r:.200} and round is {round_!r}: {error}; pass a list of strings, and a 32-bit integer"
+    )
 
 
 def _one_each(uids: Sequence[str], values: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:

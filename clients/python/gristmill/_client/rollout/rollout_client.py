@@ -144,13 +144,16 @@ class RolloutClient:
         """
         return block_on(self._core.begin_groups(uids, round, wait_s, n_samples=n_samples, tag=tag))
 
-    def groups(self) -> list[Group]:
-        """Returns every prompt group that was ever admitted, with its state. A restarted data loader can skip consumed
-        groups:
+    def groups(self, uids: Iterable[str] | None = None, round: int = 0) -> list[Group]:
+        """Returns the states of these prompt groups, in their order. A restarted data loader can skip consumed groups:
 
-            done = {(group.uid, group.round) for group in client.groups() if group.is_consumed}
+            done = {group.uid for group in client.groups(uids, round) if group.is_consumed}
+
+        uids: any number of uids; a group that was never begun has the state `unknown`. None: the run's groups that are
+            not in a freed batch. The service remembers the others without their names, so it cannot list them;
+            `status().groups_archived` is their number.
         """
-        return block_on(self._core.groups())
+        return block_on(self._core.groups(uids, round))
 
     def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
         """Drops a whole prompt group, and frees its capacity. Returns whether the group was open. Idempotent."""

@@ -142,9 +142,10 @@ class RolloutCore:
         )
         return response
 
-    async def groups(self) -> list[Group]:
+    async def groups(self, uids: Iterable[str] | None = None, round: int = 0) -> list[Group]:
         ask = self._connection.driver.collecting(self._connection.runs.ListGroups)
-        return groups_of(await self._connection.ask(ask, run_pb2.ListGroupsRequest(run=self.run)))
+        asked = requests.list_groups(self.run, uids, round)
+        return [group for request in asked for group in groups_of(await self._connection.ask(ask, request))]
 
     async def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
         self.sender.withdraw(lambda row: row.group == (round, uid))

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from gristmill import Group, Position, RolloutClient, Shard, TrainerClient
+from gristmill import Position, RolloutClient, Shard, TrainerClient
 from gristmill.adapters._core.checkpoint import OpenFile, States, write_states
 from gristmill.adapters._core.options import Gristmill
 from gristmill.errors import AlreadyExistsError, BatchFailedError, FailedPreconditionError
@@ -111,14 +111,11 @@ class RunSession:
                 )
         self.commit()
 
-    def give_up_unsealed(self) -> list[Group]:
-        """Drop the groups that are in no batch, because the trainer samples them again. Return all groups of the run
-        in their previous states."""
-        groups = self.rollouts.groups()
-        for group in groups:
+    def give_up_unsealed(self) -> None:
+        """Drop the groups that are in no batch, because the trainer samples them again."""
+        for group in self.rollouts.groups():
             if not group.is_consumed:
                 self.rollouts.abort_group(group.uid, round=group.round, reason=RESTARTED)
-        return groups
 
     def states(self) -> States:
         """Return the state of every model, for a checkpoint."""

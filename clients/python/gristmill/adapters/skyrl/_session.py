@@ -31,8 +31,9 @@ class Session(RunSession):
         """Resume the run at a checkpoint, or at its beginning. Drop groups that were not sealed when the previous
         trainer ended, because they are sampled again."""
         self.resume(states, only_new_run=True)
-        self._round = 1 + max((group.round for group in self.give_up_unsealed()), default=-1)
-        self._sealed = self.rollouts.status().batches_sealed
+        self.give_up_unsealed()
+        status = self.rollouts.status()
+        self._round, self._sealed = status.next_round, status.batches_sealed
 
     @property
     def has_next_batch(self) -> bool:

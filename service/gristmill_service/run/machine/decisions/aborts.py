@@ -37,9 +37,10 @@ def abort_trajectories(
     """
     aborted: dict[TrajectoryKey, None] = {}
     touched: dict[GroupKey, Group] = {}
-    for trajectory in trajectories:
-        key = GroupKey(trajectory.round, trajectory.uid)
-        group = _open_group(state, key)
+    keys = [GroupKey(trajectory.round, trajectory.uid) for trajectory in trajectories]
+    _check_begun(state, keys)
+    for key, trajectory in zip(keys, trajectories, strict=True):
+        group = state.open.get(key)
         check_sample(trajectory, trajectory.sample, group, config)
         if group is None or trajectory.sample in group.aborted:
             continue
@@ -58,7 +59,8 @@ def abort_trajectories(
 
 def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> Decision[int]:
     """Drops these groups. The answer is the number of groups that were still open."""
-    opened = [key for key in dict.fromkeys(keys) if _open_group(state, key) is not None]
+    _check_begun(state, keys)
+    opened = [key for key in dict.fromkeys(keys) if key in state.open]
     reason = counted_reason(state, reason)
     return [GroupDropped(key, reason) for key in opened], lambda _: len(opened)
 
@@ -92,9 +94,12 @@ def counted_reason(state: State, reason: str) -> str:
     return reason if reason in state.reasons or len(state.reasons) < MOST_REASONS else _OTHER_REASON
 
 
-def _open_group(state: State, key: GroupKey) -> Group | None:
-    """Returns the group; None if it is sealed or dropped, so that aborting it changes nothing."""
-    group = state.open.get(key)
-    if group is None and key not in state.closed:
-        raise NotFoundError(f"{key}: the group was never begun, so it cannot be aborted; check the uid and the round")
-    return group
+def _check_begun(state: State, keys: Sequence[GroupKey]) -> None:
+    """Raises NotFoundError if one of these groups is neither open nor closed. Aborting closed ones changes nothing."""
+    others = [key for key in keys if key not in state.open]
+    outcomes = state.outcomes(others)
+    for key in others:
+        if key not in outcomes:
+            raise NotFoundError(
+                f"{key}: the group was never begun, so it cannot be aborted; check the uid and the round"
+            )

@@ -129,18 +129,18 @@ def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota |
     """
     state, config = view.state, view.config
     check_sizes(state, wanted, config)
-    tags = NamedTags(state)
+    tags, outcomes = NamedTags(state), state.outcomes([key for key, _, _ in wanted])
     for key, _, tag in wanted:
-        if key not in state.closed:
+        if key not in outcomes:
             tags.name(key, tag, str(key))
     room = Room(len(wanted), "") if state.finished else room_of_caller(view, find_quota)
     admissions: list[Admission] = []
     admitted: dict[GroupKey, NewGroup] = {}
     left, refused = room, None
     for key, samples, _ in wanted:
-        closed = state.closed.get(key)
-        if closed is not None:
-            is_dropped = isinstance(closed, str) or state.is_dropped(closed)
+        outcome = outcomes.get(key)
+        if outcome is not None:
+            is_dropped = isinstance(outcome, str) or state.is_dropped(outcome)
             admissions.append(Admission.DROPPED if is_dropped else Admission.SEALED)
         elif key in state.open or key in admitted:
             admissions.append(Admission.ADMITTED)
@@ -167,7 +167,8 @@ def finished() -> FailedPreconditionError:
 
 def check_number_of_new(view: View, rows: Sequence[StoredRow]) -> None:
     """Raises InvalidArgumentError if the rows belong to more new groups than the run can ever admit at once."""
-    new = {row.group for row in rows} - view.state.open.keys() - view.state.closed.keys()
+    new = {row.group for row in rows} - view.state.open.keys()
+    new -= view.state.outcomes(new).keys()
     most = view.config.max_buffered_batches * view.config.train_batch_size
     if len(new) > most:
         raise InvalidArgumentError(

@@ -29,6 +29,7 @@ from gristmill_service.pipeline.rows.validate import (
     checked_components,
 )
 from gristmill_service.run.machine.answers import Outcome, Taken
+from gristmill_service.run.machine.closed_groups import ClosedOutcome
 from gristmill_service.run.machine.decisions.admission import (
     Capacity,
     FindQuota,
@@ -67,11 +68,13 @@ def take_rows(
     quota; None if it has none. by_row: if true, an invalid row is refused alone, with the later rows of its trajectory
     and attempt, which would leave a gap; if false, one invalid row refuses the whole request.
     """
-    intake = _Intake(view, steps, rows, find_quota, by_row)
+    grouped = list(by_group(rows))
+    closed = view.state.outcomes([key for key, _ in grouped])
+    intake = _Intake(view, steps, rows, closed, find_quota, by_row)
     outcomes: list[Outcome] = []
     refused: dict[int, GristmillError] = {}
     lost: dict[tuple[TrajectoryKey, int], GristmillError] = {}
-    for key, group_rows in by_group(rows):
+    for key, group_rows in grouped:
         group = intake.group(key)
         for row in group_rows:
             try:
@@ -94,8 +97,15 @@ class _Intake:
     """Collects how a request's rows change the state. Refused rows change nothing."""
 
     def __init__(
-        self, view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None, by_row: bool
+        self,
+        view: View,
+        steps: Steps,
+        rows: Sequence[StoredRow],
+        closed: Mapping[GroupKey, ClosedOutcome],
+        find_quota: FindQuota | None,
+        by_row: bool,
     ) -> None:
+        self._closed = closed
         self._view, self._state, self._steps, self._by_row = view, view.state, steps, by_row
         self._tags = steps.tags
         limited = ((name, getattr(steps, name), most) for name, most in MOST_OF_RUN.items())
@@ -112,7 +122,7 @@ class _Intake:
 
     def group(self, key: GroupKey) -> _GroupView | None:
         """Returns the group; None if it is closed."""
-        if key in self._state.closed:
+        if key in self._closed:
             return None
         if (group := self._groups.get(key)) is None:
             group = self._groups[key] = _GroupView(self._state.open.get(key), self._view.config)
@@ -127,7 +137,7 @@ class _Intake:
         if self._takes_no_scalars and row.reward is not None:
             raise _of_other_kind(row, "token_rewards", False)
         if group is None:
-            return _closed_outcome(self._state, row, self._state.closed[key])
+            return _closed_outcome(self._state, row, self._closed[key])
         trajectory, tag = group.trajectory(row), ""
         outcome = group.dropped(row, self._by_row) if trajectory is None else trajectory.judge(row)
         if self._tags is not None and (given := self._tags[index]) and self._named.is_new(key, given, str(row)):
@@ -223,7 +233,7 @@ def _of_other_kind(row: object, name: str, value: bool) -> InvalidArgumentError:
     )
 
 
-def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
+def _closed_outcome(state: State, row: StoredRow, closed: ClosedOutcome) -> Outcome:
     """Returns the outcome of a row of a closed group. A row of a sealed batch is compared with the stored row, if that
     is still stored."""
     if isinstance(closed, str) or state.is_dropped(closed):

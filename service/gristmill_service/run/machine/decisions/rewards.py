@@ -34,8 +34,10 @@ def set_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence
     """
     schema = state.schema
     seen: dict[RowRef, SetReward] = {}
-    for update, digest in zip(updates, digests, strict=True):
-        row = _row_of(state, update)
+    keys = [GroupKey(update.trajectory.round, update.trajectory.uid) for update in updates]
+    outcomes = state.outcomes(keys)
+    for key, update, digest in zip(keys, updates, digests, strict=True):
+        row = None if key in outcomes else _row_of(state, key, update)
         if row is None:
             continue
         schema = _checked_schema(row, update, schema)
@@ -73,11 +75,8 @@ def _bytes(update: RewardUpdate) -> bytes:
     return b"" if update.token_values is None else np.ascontiguousarray(update.token_values, np.float64).tobytes()
 
 
-def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
-    """Returns the row of the reward; None if its group or trajectory is closed, so that the reward is ignored."""
-    key = GroupKey(update.trajectory.round, update.trajectory.uid)
-    if key in state.closed:
-        return None
+def _row_of(state: State, key: GroupKey, update: RewardUpdate) -> StoredRow | None:
+    """Returns the row of the reward; None if its trajectory is aborted, so that the reward is ignored."""
     group = state.open.get(key)
     if group is not None and update.trajectory.sample in group.aborted:
         return None
