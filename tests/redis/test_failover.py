@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
-from gristmill_service.storage.redis import keys, run_log
+from gristmill_service.storage.redis import keys, tables
 from gristmill_service.storage.redis.connection import Client, RedisAddress, connect, watched_master
 from gristmill_service.storage.redis.keys import CRC_BYTES
 from gristmill_service.storage.redis.run_log import RedisRunLog
@@ -357,7 +357,7 @@ def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(
         sentinel.kill_master()
         return names
 
-    monkeypatch.setattr(run_log, "write_value", die_then)
+    monkeypatch.setattr(tables, "write_value", die_then)
     with pytest.raises(LogLostError):
         log.append(b"two", {log.first_number: table(row("large", response=range(100_000)))})
     log.close()

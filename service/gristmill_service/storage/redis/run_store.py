@@ -288,7 +288,8 @@ class RedisRunStore:
 
     @property
     def _dormant(self) -> str:
-        return f"{self._prefix}:dormant"
+        # A cluster stores it with the names, so that no other node has to answer when a run is opened.
+        return f"{self._prefix}:dormant:{{{self._runs}}}"
 
     def _keys(self, name: str) -> RunKeys:
         return RunKeys(self._prefix, name)
