@@ -132,6 +132,13 @@ def test_only_callers_with_a_token_learn_in_which_directory_runs_are(tmp_path: P
         service.stop()
 
 
+def test_nobody_learns_the_contract_by_reflection(channel: grpc.Channel) -> None:
+    reflect = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    with pytest.raises(grpc.RpcError) as refused:
+        list(reflect(iter([b""]), timeout=20))
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 def test_metrics_are_for_scrapers(guarded: Guarded) -> None:
     answers = {role: answer(guarded, "GET", "/metrics", guarded.tokens[role]).status_code for role in ROLES}
     assert {role for role, code in answers.items() if code == 200} == {"scraper", "admin"}

@@ -73,6 +73,16 @@ def test_a_user_and_a_subject_of_the_same_name_are_apart(serve: Serve, tmp_path:
     assert (refused.status_code, "add an entry under subjects" in refused.text) == (401, True)
 
 
+def test_a_request_that_names_two_users_is_refused(serve: Serve, path: Path) -> None:
+    service = serve(tokens_file=path, proxy_user_header=USER)
+    service.runs.create("math-1", CONFIG)
+    shown = [(USER, "ann@example.org"), (USER, "eve@example.org")]
+    for headers in (shown, shown[::-1]):
+        response = httpx.get(f"{service.http_url}/v1/runs/math-1", headers=headers, trust_env=False)
+        assert response.status_code == 401
+        assert "2 headers x-forwarded-user" in response.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -16,6 +16,7 @@ import trustme
 
 from gristmill import Batch, RolloutClient, Shard, TrainerClient
 from gristmill._client.connection.credentials import Credentials
+from gristmill._wire.hosts import is_of_this_machine
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.tokens import create_token
@@ -93,13 +94,20 @@ def test_a_renewed_certificate_is_shown_from_the_next_handshake_on(serve: Serve,
     assert after[0] == after[1] != before[0]
 
 
-def test_clients_show_a_certificate_where_the_service_asks_for_one(serve: Serve, files: Files) -> None:
+def test_clients_show_a_certificate_where_the_service_asks_for_one(
+    serve: Serve, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (cert, key), (mine, my_key) = files.certify("server"), files.certify("client")
     service = serve(tls_cert_file=cert, tls_key_file=key, tls_client_ca_file=files.ca_file)
     service.runs.create("r", CONFIG)
     known = Credentials(ca_file=files.ca_file, cert_file=mine, key_file=my_key)
     with RolloutClient(service.grpc_address, "r", credentials=known) as client:
         assert client.policy_version() == 0
+    with monkeypatch.context() as environment:
+        for name, path in (("CA", files.ca_file), ("CERT", mine), ("KEY", my_key)):
+            environment.setenv(f"GRISTMILL_{name}_FILE", str(path))
+        with RolloutClient(service.grpc_address, "r") as client:
+            assert client.policy_version() == 0
     with (
         RolloutClient(service.grpc_address, "r", timeout_s=1, credentials=Credentials(ca_file=files.ca_file)) as client,
         pytest.raises(UnavailableError),
@@ -236,6 +244,35 @@ def test_services_on_redis_pass_calls_on_over_tls_with_the_callers_own_token(
 def test_settings_that_would_leave_an_api_open_are_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         load_settings(settings)
+
+
+def test_by_default_the_service_listens_on_its_own_machine_alone() -> None:
+    settings = load_settings({})
+    assert all(is_of_this_machine(address) for address in (settings.grpc_address, settings.http_address))
+    assert settings.probe_address is None
+
+
+@pytest.mark.filterwarnings("ignore:.*TLSv1:DeprecationWarning")
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1], ids=lambda version: version.name)
+def test_versions_of_tls_before_1_2_are_refused_by_both_apis(
+    serve: Serve, files: Files, version: ssl.TLSVersion
+) -> None:
+    cert, key = files.certify("server")
+    service = serve(tls_cert_file=cert, tls_key_file=key)
+    for address in (service.grpc_address, urlsplit(service.http_url).netloc):
+        for last, is_taken in ((ssl.TLSVersion.TLSv1_2, True), (version, False)):
+            context = ssl.create_default_context(cafile=files.ca_file)
+            # OpenSSL offers the old versions only at this level.
+            context.set_ciphers("ALL:@SECLEVEL=0")
+            context.set_alpn_protocols(["h2", "http/1.1"])
+            context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1, last
+            host, _, port = address.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=10) as plain:
+                if is_taken:
+                    context.wrap_socket(plain, server_hostname="localhost").close()
+                else:
+                    with pytest.raises(OSError, match=r"PROTOCOL_VERSION|UNSUPPORTED_PROTOCOL|EOF|reset"):
+                        context.wrap_socket(plain, server_hostname="localhost")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/run/gristmill.sock"])

@@ -7,6 +7,7 @@ import hashlib
 import os
 import ssl
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -164,6 +165,7 @@ def trusting(serve: Serve, tmp_path: Path, issuer: Issuer) -> Service:
 def test_a_service_accounts_token_has_its_subjects_roles(trusting: Service, issuer: Issuer) -> None:
     assert status(trusting, issuer.token()) == 200
     assert status(trusting, issuer.token(aud=["other", "gristmill"])) == 200
+    assert status(trusting, issuer.token(exp=time.time() - 1)) == 200, "clocks differ"
     issuer.rotate()
     assert status(trusting, issuer.token()) == 200
     headers = {"authorization": f"Bearer {issuer.token()}"}
@@ -241,6 +243,14 @@ def test_a_token_that_is_known_ends_soon_after_its_issuer_withdraws_the_key(
         return keys.known(token, CALLERS)
 
     wait_until(lambda: on_loop(known) is None)
+
+
+def test_web_tokens_without_their_package_are_refused_at_the_start(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jwt", None)
+    with pytest.raises(InvalidArgumentError, match="jwks needs PyJWT"):
+        WebTokens(str(issuer.path), "https://issuer", "gristmill")
 
 
 def test_keys_that_cannot_be_read_leave_those_before(trusting: Service, issuer: Issuer) -> None:

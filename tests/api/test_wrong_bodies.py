@@ -79,6 +79,14 @@ def test_a_large_wrong_body_is_refused_within_a_second_and_in_a_few_lines(
     assert len(answer.content) < 10_000
 
 
+@pytest.mark.parametrize(("call", "most"), [("groups", MIB), ("rows", 8 * MIB)])
+def test_a_body_of_json_has_a_limit(http_api: HttpApi, run: str, call: str, most: int) -> None:
+    for size, is_too_large in ((most, False), (most + 1, True)):
+        headers = {"content-type": "application/json"}
+        answer = http_api.client.post(f"/v1/runs/{run}/{call}", content=b" " * size, headers=headers)
+        assert (answer.status_code, f"exceeds {most} bytes" in answer.json()["error"]["message"]) == (422, is_too_large)
+
+
 def test_a_body_that_is_no_json_is_refused_with_the_place(http_api: HttpApi) -> None:
     answer = http_api.client.post("/v1/runs", content=b'{"run": x}', headers={"content-type": "application/json"})
     assert answer.status_code == 422

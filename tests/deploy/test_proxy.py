@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -293,6 +294,27 @@ def test_slow_headers_and_bodies_never_reach_the_service(proxy: Proxy) -> None:
 
 def test_headers_have_a_limit(proxied: Proxied) -> None:
     assert proxied.asked("GET /healthz HTTP/1.1\r\nX: " + "a" * 20_000) in (400, 431)
+    lines = "".join(f"\r\nX-{number}: a" for number in range(70))
+    assert proxied.asked(f"GET /healthz HTTP/1.1{lines}") in (400, 431)
+
+
+def test_a_connection_has_a_limit_of_streams(proxied: Proxied) -> None:
+    with proxied.connected(["h2"]) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        head = connection.recv(9)
+        assert head[3] == 4, "a frame of settings"
+        settings = connection.recv(int.from_bytes(head[:3], "big"))
+    assert (3, 100) in [struct.unpack(">HI", settings[at : at + 6]) for at in range(0, len(settings), 6)]
+
+
+def test_an_address_has_a_limit_of_new_connections(proxy: Proxy) -> None:
+    limited = proxy(CONNECT_RATE=5)
+    statuses = []
+    with suppress(httpx.TransportError):
+        for _ in range(20):
+            statuses.append(limited.get("/healthz").status_code)  # noqa: PERF401 - until one is refused
+    assert 5 <= len(statuses) < 20
+    assert limited.closes_at_once()
 
 
 def test_an_address_has_a_limit_of_requests(proxy: Proxy) -> None:

@@ -61,7 +61,7 @@ class Gate:
         self._proxy = None
         if settings.proxy_user_header is not None:
             networks = [ip_network(address.strip()) for address in settings.proxy_addresses.split(",")]
-            self._proxy = settings.proxy_user_header, networks
+            self._proxy = settings.proxy_user_header.lower(), networks
         self._web_tokens = None
         if settings.jwks is not None:
             self._web_tokens = WebTokens(
@@ -71,19 +71,29 @@ class Gate:
     def user_of_proxy(self, headers: Mapping[str, str], address: str) -> Caller | None:
         """Returns the caller named by a trusted proxy at this address; None if there is none.
 
-        Raises UnauthenticatedError for a user that is not in the file of tokens.
+        Raises UnauthenticatedError for a user that is not in the file of tokens, and for several users, of which the
+        client may have named the first.
         """
-        if self._proxy is None or self._file is None or not (user := headers.get(self._proxy[0], "")):
+        if self._proxy is None or self._file is None:
+            return None
+        users = [user for name, user in headers.items() if name == self._proxy[0]]
+        if not any(users):
             return None
         try:
             if not any(ip_address(address) in network for network in self._proxy[1]):
                 return None
         except ValueError:
             return None
-        if identity := self._file.callers().with_user(user):
-            return identity
         with self._noted():
-            raise UnauthenticatedError(f"the user {user[:100]!r} is not in tokens_file; add an entry under proxy_users")
+            if len(users) > 1:
+                raise UnauthenticatedError(
+                    f"the request has {len(users)} headers {self._proxy[0]}; let the proxy remove those of clients"
+                )
+            if identity := self._file.callers().with_user(users[0]):
+                return identity
+            raise UnauthenticatedError(
+                f"the user {users[0][:100]!r} is not in tokens_file; add an entry under proxy_users"
+            )
 
     def came_from(self, shown: Mapping[str, str]) -> str:
         """See `PeerSecret.came_from`."""

@@ -128,7 +128,7 @@ def make_probe_app(app: FastAPI) -> Starlette:
 
 async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
     refused = NotFoundError(f"probe_address serves only {', '.join(_PROBES)}; use http_address for other calls")
-    await error_response(refused)(scope, receive, send)
+    await error_response(refused, {"X-Content-Type-Options": "nosniff"})(scope, receive, send)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
