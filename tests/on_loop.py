@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from gristmill_service.api.meter import MeteredPool
 from gristmill_service.run import run as run_module
 from gristmill_service.run import runs as runs_module
 from gristmill_service.settings import Settings
@@ -27,6 +28,7 @@ _THREAD = "tests-loop"
 def loop() -> asyncio.AbstractEventLoop:
     """The loop of this process."""
     made = asyncio.new_event_loop()
+    made.set_default_executor(MeteredPool())
     threading.Thread(target=made.run_forever, name=_THREAD, daemon=True).start()
     return made
 

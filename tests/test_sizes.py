@@ -10,13 +10,13 @@ import pytest
 from tests.tools.bench.sizes import sizes
 
 MOST = {
-    "service": (36_217, 242),
+    "service": (36_417, 242),
     "clients": (20_600, 165),
     "recorder": (5_715, 49),
 }
 """Lines and files of each part. Lower them when it shrinks; a change that needs more says why."""
 
-MOST_OF_A_WAY = {"SubmitRows": (225, 52), "Acknowledge": (164, 38)}
+MOST_OF_A_WAY = {"SubmitRows": (225, 52), "Acknowledge": (168, 39)}
 """Functions and files that a call runs."""
 
 

@@ -50,12 +50,14 @@ def spare_what_is_there() -> None:
     gc.freeze()
 
 
-def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
+def started_pool(
+    threads: int, name: str, make: Callable[[int, str], ThreadPoolExecutor] = ThreadPoolExecutor
+) -> ThreadPoolExecutor:
     """Returns a pool whose threads are already started, so that it cannot fail later for lack of threads.
 
     Raises UnavailableError if the threads cannot be started.
     """
-    pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
+    pool, all_run = make(threads, name), threading.Barrier(threads + 1)
     try:
         for _ in range(threads):
             pool.submit(all_run.wait)

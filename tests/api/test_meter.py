@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gristmill_service.api.meter import in_thread, metered, spent_s
+from gristmill_service.api.meter import MeteredPool, metered, spent_s
 
 
 def compute(seconds: float) -> str:
@@ -23,10 +23,11 @@ def test_steps_and_threads_count_and_waiting_and_other_calls_do_not() -> None:
         so_far = [spent_s()]
         await asyncio.sleep(0.05)
         so_far.append(spent_s())
-        assert await in_thread(compute, 0.03) == "done"
+        assert await asyncio.to_thread(compute, 0.03) == "done"
         return [*so_far, spent_s()]
 
     async def test() -> list[float]:
+        asyncio.get_running_loop().set_default_executor(MeteredPool(1))
         other = asyncio.create_task(asyncio.sleep(0.01))
         other.add_done_callback(lambda _: compute(0.1))
         return await metered(call())
@@ -58,4 +59,5 @@ def test_errors_and_cancellations_pass_through() -> None:
 
 def test_outside_of_a_call_nothing_is_counted() -> None:
     assert spent_s() == 0.0
-    assert asyncio.run(in_thread(compute, 0.001)) == "done"
+    with MeteredPool(1) as pool:
+        assert pool.submit(compute, 0.001).result() == "done"

@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import orjson
 import pytest
 
 from gristmill_service.settings import Settings
-from tests.api.apis import row
+from tests.api.apis import row, rows_message
 from tests.on_loop import Service, on_loop
 from tests.run.harness import CONFIG, wait_until
 from tests.serving import FREE_PORTS
@@ -91,9 +90,9 @@ def test_a_service_is_not_ready_while_rows_are_too_large_for_what_is_free_and_it
         monkeypatch.setattr(store, "open", reopened.append)
         client.post("/v1/runs", json={"run": "r", "config": CONFIG})
         large = {**row("large", 0), "prompt_token_ids": [1] * 2_000_000}
-        body = orjson.dumps({"rows": [large]})
+        body = rows_message([large]).SerializeToString()
         for _ in range(3):
-            refused = client.post("/v1/runs/r/rows", content=body, headers={"content-type": "application/json"})
+            refused = client.post("/v1/runs/r/rows", content=body, headers={"content-type": "application/x-protobuf"})
             assert refused.status_code == 503
             assert "is full (17825792 bytes are free, a request needs" in refused.text
         wait_until(lambda: client.get("/readyz").status_code == 503)

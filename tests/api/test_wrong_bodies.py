@@ -17,17 +17,28 @@ def run(http_api: HttpApi, run_name: str) -> str:
 
 
 MIB = 1 << 20
-UNKNOWN = b",".join(b'"field_%06d":1' % number for number in range(MIB // 18))
+MANY = b",".join(b'"field_%06d":1' % number for number in range(MIB // 18))
+UNKNOWN = b",".join(b'"field_%06d":1' % number for number in range(4000))
 REWARD = b'"uid":"a","sample":0,"reward":'
 
 BODIES = {
-    "numbers for uids": ("groups", b'{"uids":[' + b"1," * (MIB // 2 - 50) + b"1]}", "body.uids.0"),
-    "a list for an object": ("groups", b"[" + b"1," * (MIB // 2 - 50) + b"1]", "body: "),
+    "numbers for uids": ("groups", b'{"uids":[' + b"1," * 8000 + b"1]}", "body.uids.0"),
+    "many numbers for uids": ("groups", b'{"uids":[' + b"1," * (MIB // 2 - 50) + b"1]}", "the body has 524241 values"),
+    "more uids than are read": ("groups", b'{"uids":[' + b'"a",' * 1024 + b'"a"]}', "body.uids: list should have at"),
+    "a list for an object": ("groups", b"[" + b"1," * 8000 + b"1]", "body: "),
     "text for an object": ("groups", b'"' + b"x" * (MIB - 50) + b'"', "body: "),
-    "no JSON": ("groups", b"[" * MIB, "not JSON in UTF-8, or nested too deeply"),
+    "many lists": (
+        "groups",
+        b"[" * MIB,
+        "the body has 1048576 lists and objects, and the limit for JSON in this call is",
+    ),
+    "deep lists": ("groups", b"[" * 4000, "not JSON in UTF-8, or nested too deeply"),
+    "UTF-16": ("groups", '{"uids":[]}'.encode("utf-16"), "not JSON in UTF-8"),
+    "many lists in UTF-16 as text": ("groups", ("\u5b22" * 10_000).encode("utf-16"), "lists and objects"),
     "unknown fields": ("groups", b'{"uids":[],' + UNKNOWN + b"}", "body: unknown field 'field_000000'"),
-    "numbers for rewards": ("rewards", b'{"rewards":[' + b"1," * (MIB // 2 - 50) + b"1]}", "body.rewards.0"),
-    "empty rewards": ("rewards", b'{"rewards":[' + b"{}," * 16_000 + b"{}]}", "body.rewards.0.uid: field required"),
+    "many unknown fields": ("groups", b'{"uids":[],' + MANY + b"}", "the body has 116511 values"),
+    "numbers for rewards": ("rewards", b'{"rewards":[' + b"1," * 60_000 + b"1]}", "body.rewards.0"),
+    "empty rewards": ("rewards", b'{"rewards":[' + b"{}," * 4000 + b"{}]}", "body.rewards.0.uid: field required"),
     "unknown fields of a reward": (
         "rewards",
         b'{"rewards":[{' + REWARD + b"1," + UNKNOWN + b"}]}",
@@ -35,19 +46,27 @@ BODIES = {
     ),
     "text for a reward's values": (
         "rewards",
-        b'{"rewards":[{' + REWARD + b"[" + b'"a",' * 200_000 + b'"a"]}]}',
+        b'{"rewards":[{' + REWARD + b"[" + b'"a",' * 60_000 + b'"a"]}]}',
         "body.rewards.0.reward",
     ),
     "numbers for trajectories": (
         "trajectories:abort",
-        b'{"trajectories":[' + b"1," * (MIB // 2 - 50) + b"1]}",
+        b'{"trajectories":[' + b"1," * 8000 + b"1]}",
         "body.",
     ),
     "a long name of a model": ("commit", b'{"model":"' + b"x" * (MIB - 50) + b'"}', "body.model"),
-    "rows without fields": ("rows", b'{"rows":[' + b"{}," * 16_000 + b"{}]}", "row 0"),
+    "rows without fields": ("rows", b'{"rows":[' + b"{}," * 1000 + b"{}]}", "row 0"),
     "a row of a long uid": ("rows", b'{"rows":[{"uid":"' + b"x" * (MIB - 50) + b'"}]}', "uid 'xxx"),
-    "more rows than are read": ("rows", b'{"rows":[' + b"{}," * 20_000 + b"{}]}", "20001 rows, and the limit is 16384"),
-    "a longer row than is read": ("rows", b'{"rows":["' + b"x" * (5 * MIB) + b'"]}', "the limit for JSON is 4194304"),
+    "more rows than are read": (
+        "rows",
+        b'{"rows":[' + b"{}," * 20_000 + b"{}]}",
+        "rows has 20001 entries or more, and the limit",
+    ),
+    "a longer row than is read": (
+        "rows",
+        b'{"rows":["' + b"x" * (5 * MIB) + b'"]}',
+        "limits for JSON are 4194304 bytes",
+    ),
     "more JSON of rows than is read": ("rows", b" " * (9 * MIB), "the body exceeds 8388608 bytes, the limit for JSON"),
     "more JSON than is read": ("groups", b" " * (2 * MIB), "the body exceeds 1048576 bytes, the limit for JSON"),
     "a boolean for a batch": ("seal", b'{"batch":false}', "body.batch: true and false are not numbers"),
@@ -58,6 +77,7 @@ BODIES = {
     ),
     "a boolean for a reward": ("rewards", b'{"rewards":[{' + REWARD + b"true}]}", "body.rewards.0.reward"),
     "unknown settings": ("", b'{"run":"x","config":{' + UNKNOWN + b"}}", "unknown setting field_000000"),
+    "columns": ("", b'{"run":"x","config":{"columns":[' + b"{}," * 2000 + b"{}]}}", "columns: 2001 are declared"),
     "a long name": ("", b'{"config":{},"run":"' + b"x" * (MIB - 50) + b'"}', "run name 'xxx"),
 }
 

@@ -543,3 +543,17 @@ def test_a_run_of_other_settings_is_refused_and_of_wrong_ones_named(client: Roll
         client.create_run(CONFIG | {"train_batch_sise": 3})
     with pytest.raises(InvalidArgumentError, match="config is not JSON"):
         client.create_run(CONFIG | {"columns": object()})
+
+
+def test_more_groups_than_a_request_may_begin_are_begun_by_several(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "MOST_GROUPS", 3)
+    client.create_run(CONFIG | {"max_samples_per_prompt": 3, "max_buffered_batches": 4})
+    uids, sizes = prompts(0, 20), {f"p{one}": 3 for one in range(4)}
+    assert client.begin_groups(uids[:7], n_samples=sizes, tag="math") == uids[:7]
+    for uid in uids[:5]:
+        client.abort_group(uid)
+    # Those of the first requests are finished, and there is room for six of the others.
+    assert client.begin_groups(uids, tag="math") == uids[5:13]
+    assert client.status().tags["math"].open == 8

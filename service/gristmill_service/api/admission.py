@@ -43,15 +43,6 @@ _MOST_CALLERS = _MOST_WAITING = 4096
 _WRONG = frozenset(["INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"])
 _NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
 
-# Requests of other calls are refused unparsed when they are larger, because many small values take long to parse.
-_UNBOUNDED = frozenset(["submit_rows", "write_columns"])
-_LISTS = frozenset(["begin_groups", "list_groups", "abort_trajectories", "abort_groups", "set_rewards"])
-
-
-def most_bytes(call: str) -> int | None:
-    """Returns the size of the largest request of a call; None: `max_message_bytes`."""
-    return None if call in _UNBOUNDED else 4 << 20 if call in _LISTS else 1 << 20
-
 
 class Limits(NamedTuple):
     """Limits of concurrent use. One caller may have three quarters of each, except `waits` and `run_calls`.

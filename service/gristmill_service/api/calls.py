@@ -6,6 +6,7 @@ functions. A function that may wait has the call's slot as an argument.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from gristmill_service.access import caller
 from gristmill_service.api.admission import SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.long_poll import Question
-from gristmill_service.api.meter import in_thread
 from gristmill_service.api.row_requests import CheckedRows, RowsCheck, RowsRequest
 from gristmill_service.api.shard_columns import compressed, file_with
 from gristmill_service.config import Model
@@ -43,7 +43,6 @@ from gristmill_service.run.machine.answers import (
     ShardAnswer,
     Taken,
 )
-from gristmill_service.run.machine.decisions.admission import check_group_count
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.run import Run
@@ -53,6 +52,9 @@ _log = structlog.get_logger(__name__)
 _logs = logging.getLogger(__name__).isEnabledFor
 
 T = TypeVar("T")
+
+ON_LOOP_BYTES = 64 << 10
+"""A larger request is parsed in a thread: hostile ones take tens of milliseconds."""
 
 
 class ShardQuery(NamedTuple):
@@ -77,7 +79,7 @@ class ShardPieces(NamedTuple):
 
 async def of_size(nbytes: int, function: Callable[..., T], *args: Any) -> T:
     """Calls a function whose duration grows with n bytes. If n is large, calls it in the thread pool."""
-    return function(*args) if nbytes <= SMALL_BYTES else await in_thread(function, *args)
+    return function(*args) if nbytes <= ON_LOOP_BYTES else await asyncio.to_thread(function, *args)
 
 
 # --- Runs
@@ -152,8 +154,6 @@ async def begin_groups(
     """Admits as many of the uids as the run has capacity for. Waits until it can admit the first uid. Does not wait for
     the caller's quota, because no event of the run changes it."""
     opened, find_quota = await api.runs.get(run), api.gate.quota()
-    # Checked before the uids are copied.
-    check_group_count(len(uids))
     uids, n_samples, tags = list(uids), list(n_samples), list(tags)
     waits_for: list[int] = []
 
@@ -176,7 +176,7 @@ async def submit_rows(
     run: str,
     nbytes: int,
     read: Callable[[Run], RowsRequest],
-    in_thread: Callable[..., Awaitable[CheckedRows]] = in_thread,
+    in_thread: Callable[..., Awaitable[CheckedRows]] = asyncio.to_thread,
 ) -> Taken:
     """Submits the rows of a request.
 

@@ -3,9 +3,9 @@ its caller what it cost the service."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -27,6 +27,14 @@ class Meter:
     def add(self, began: float) -> None:
         """Adds the time of this thread since `began`."""
         self._spent_s += time.thread_time() - began
+
+    def measured(self, function: Callable[[], T]) -> T:
+        """Calls a function in this thread, and adds its time."""
+        began = time.thread_time()
+        try:
+            return function()
+        finally:
+            self.add(began)
 
     @property
     def spent_s(self) -> float:
@@ -71,16 +79,11 @@ def spent_s() -> float:
     return 0.0 if meter is None else meter.spent_s
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a function in the thread pool. Its time is that of the current call."""
-    return await asyncio.to_thread(measured, partial(function, *args, **kwargs))
+class MeteredPool(ThreadPoolExecutor):
+    """Threads whose work takes the time of the call that asks for it."""
 
-
-def measured(function: Callable[[], T]) -> T:
-    """Calls a function in this thread, whose time is that of the current call."""
-    meter, began = _current.get(), time.thread_time()
-    try:
-        return function()
-    finally:
-        if meter is not None:
-            meter.add(began)
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        meter = _current.get()
+        if meter is None:
+            return super().submit(function, *args, **kwargs)
+        return super().submit(meter.measured, partial(function, *args, **kwargs))

@@ -78,11 +78,12 @@ def serve(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings) -> int:
+    from gristmill_service.api.meter import MeteredPool
     from gristmill_service.process_tuning import spare_what_is_there, started_pool
 
     stop_asked = _stop_asked()
     try:
-        asyncio.get_running_loop().set_default_executor(started_pool(_POOL_THREADS, "gristmill-pool"))
+        asyncio.get_running_loop().set_default_executor(started_pool(_POOL_THREADS, "gristmill-pool", MeteredPool))
         service = await _started(settings, stop_asked)
     except (GristmillError, OSError) as error:
         print(f"gristmill serve: {error}", file=sys.stderr)

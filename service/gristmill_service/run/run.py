@@ -17,7 +17,7 @@ from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.steps import Steps, TrajectoryKey, check
-from gristmill.errors import GristmillError, TooLargeError
+from gristmill.errors import GristmillError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
@@ -65,8 +65,6 @@ _log = structlog.get_logger(__name__)
 
 # Larger requests compute their digests in a thread; switching to one takes about 0.1 ms.
 _LARGE_BYTES = 1 << 20
-# A run does nothing else while it decides and logs a request.
-_MOST_ROWS = 1 << 14
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -165,8 +163,6 @@ class Run:
     def checked(self, sent: Sent) -> Steps:
         """Checks each row of a request against the rules for single rows. Raises InvalidArgumentError."""
         steps, config = check(sent.steps), self._writer.config
-        if len(steps) > _MOST_ROWS:
-            raise TooLargeError(f"the request has {len(steps)} rows, and the limit is {_MOST_ROWS}; split the request")
         if steps.extras or config.columns:
             check_extras(steps, config.columns, None if sent.prefixes is None else sent.prefixes.lengths)
             check_credit_columns(steps, config)

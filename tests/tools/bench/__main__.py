@@ -33,6 +33,7 @@ from tests.tools.bench import (
     seals,
     secured,
     serving,
+    stalls,
     submit,
     takeover,
     tree,
@@ -66,6 +67,7 @@ SOURCES = (
     metrics,
     neighbours,
     hostile,
+    stalls,
     record,
 )
 ELSEWHERE = ("peers", "chaos", "adapters_trl", "adapters_skyrl")

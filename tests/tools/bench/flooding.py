@@ -29,7 +29,7 @@ RUN, BATCHES = "flooded", "flooded-batches"
 THREADS, CONNECTIONS, STREAMS, SLOW_STREAMS = 8, 400, 400, 1500
 _SUBMIT = "/gristmill.v1.RolloutService/SubmitRows"
 _READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
-_MOST_ROWS, _LARGE_BYTES = 60_000, 15 << 20
+_MOST_ROWS, _LARGE_BYTES = 1024, 15 << 20
 _ROW = (
     '{"uid":"a%d","sample":0,"step":%d,"is_last_step":false,'
     '"prompt_token_ids":[1],"response_ids":[1],"loss_mask":[1],"reward":0}'
@@ -63,7 +63,7 @@ class Flood:
                 4, 500, "/gristmill.v1.TrainerService/GetBatch", trainer_pb2.GetBatchRequest(run=BATCHES)
             ),
             "refused_rows": lambda: self._many(4, 256, _SUBMIT, _wrong_rows(1)),
-            "costly_rows": lambda: self._many(4, 16, _SUBMIT, _wrong_rows(16_000)),
+            "costly_rows": lambda: self._many(4, 16, _SUBMIT, _wrong_rows(_MOST_ROWS)),
             "rows_refused_alone": lambda: self._many(4, 16, _SUBMIT, _wrong_rows(1000, by_row=True)),
             "refused_tokens": lambda: self._many(4, 256, _SUBMIT, _wrong_rows(1), token="nobody's"),
             "health_watches": self._health_watches,

@@ -42,7 +42,7 @@ def _write_seeds() -> list[bytes]:
 
 
 def _read_write(data: bytes) -> None:
-    request = parsed(data, columns_codec.ColumnsRequest)
+    request = parsed(data, trainer_pb2.WriteColumnsRequest.DESCRIPTOR, columns_codec.ColumnsRequest)
     assert len(request.tensors) <= len(data)
     _read_tensors(request.tensors)
     assert len(columns_codec.part_of(data)) <= len(data)

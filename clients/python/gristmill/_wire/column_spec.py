@@ -338,9 +338,10 @@ _OF_SCOPE: dict[str, str] = {
 
 def specs_of(declarations: Iterable[object]) -> tuple[ColumnSpec, ...]:
     """Reads all columns of a configuration, and checks them together. Raises InvalidArgumentError."""
-    columns = tuple(map(ColumnSpec.of, declarations))
-    if len(columns) > MOST_COLUMNS:
-        raise InvalidArgumentError(f"columns: {len(columns)} are declared; the limit is {MOST_COLUMNS}")
+    declared = list(declarations)
+    if len(declared) > MOST_COLUMNS:
+        raise InvalidArgumentError(f"columns: {len(declared)} are declared; the limit is {MOST_COLUMNS}")
+    columns = tuple(map(ColumnSpec.of, declared))
     names: set[str] = set()
     for column in columns:
         # Also check names that this column does not use, because readers of shards find tensors by name.

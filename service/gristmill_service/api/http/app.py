@@ -62,6 +62,7 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
         title="gristmill",
         version=gristmill.__version__,
         description=_DESCRIPTION,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
@@ -117,6 +118,12 @@ def _add_probes(app: FastAPI) -> None:
         """Returns Prometheus metrics, including those of the runs that the caller may see."""
         write = api.metrics.read(api.gate.sees_labels())
         return PlainTextResponse(await asyncio.to_thread(write), media_type=CONTENT_TYPE_LATEST)
+
+    async def description(_: Request) -> JSONResponse:
+        # The first call takes a second.
+        return JSONResponse(await asyncio.to_thread(app.openapi))
+
+    app.add_route("/openapi.json", description, include_in_schema=False)
 
 
 def make_probe_app(app: FastAPI) -> Starlette:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from gristmill_service.api.bounds import MOST_ENTRIES
 from gristmill_service.config import Model
 from gristmill_service.pipeline.plan_document import PlanDocument
 from gristmill_service.run.machine.answers import GroupState, Position
@@ -14,7 +15,9 @@ from gristmill_service.validation_messages import shown
 
 _Item = TypeVar("_Item")
 Many = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list of which only the first invalid item is reported: a body may have millions, and each error takes time."""
+"""A list of which only the first invalid item is reported, because each error takes time."""
+Listed = Annotated[list[_Item], Field(fail_fast=True, max_length=MOST_ENTRIES)]
+"""The groups, trajectories or others that a request is about."""
 
 
 def _no_bool(value: object) -> object:
@@ -71,14 +74,14 @@ class RunNames(BaseModel):
 
 
 class BeginGroups(Body):
-    uids: Many[str] = Field(examples=[["prompt-17", "prompt-18"]])
+    uids: Listed[str] = Field(examples=[["prompt-17", "prompt-18"]])
     round: Int32 = Field(0, description="The pass over the uids, such as the dataset epoch.")
     wait_s: float = Field(0.0, description="Seconds to wait for capacity; the service may answer earlier.")
-    n_samples: Int32 | Many[Int32] = Field(
+    n_samples: Int32 | Listed[Int32] = Field(
         default=[],
         description="The number of samples of each group, or one number for all; 0 or absent: the run's default.",
     )
-    tag: str | Many[str] = Field(default=[], description="The environment or task of each group, or one for all.")
+    tag: str | Listed[str] = Field(default=[], description="The environment or task of each group, or one for all.")
 
 
 def one_each(values: _Item | list[_Item], uids: list[str]) -> list[_Item]:
@@ -165,17 +168,17 @@ class Reward(Trajectory):
 
 
 class SetRewards(Body):
-    rewards: Many[Reward]
+    rewards: Listed[Reward]
 
 
 class AbortTrajectories(Body):
-    trajectories: Many[Trajectory]
+    trajectories: Listed[Trajectory]
     reason: str = Field(examples=["environment crashed"])
     attempt: Int32 | None = Field(None, description="Abort only this and lower attempts; null: any attempt.")
 
 
 class AbortGroups(Body):
-    uids: Many[str] = Field(examples=[["prompt-17"]])
+    uids: Listed[str] = Field(examples=[["prompt-17"]])
     round: Int32 = 0
     reason: str = Field(examples=["bad prompt"])
 
@@ -281,7 +284,7 @@ class Resume(Body):
     give_up_reason: str = Field(
         "", description="Allows skipping, and is the reason of the groups dropped by it; empty: skipping is refused."
     )
-    ranks: list[Int32] = Field(
+    ranks: Listed[Int32] = Field(
         [], description="If not empty: start these ranks at their own positions, and ignore the other fields."
     )
 

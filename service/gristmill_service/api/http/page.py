@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from gristmill.errors import UnauthenticatedError
 from gristmill_service.access.caller import ANYONE
+from gristmill_service.api.bounds import check_settings
 from gristmill_service.api.http.dependencies import ApiDep, RunDep
 from gristmill_service.api.http.guards.identified import COOKIE
 from gristmill_service.api.http.models import Int64
@@ -239,6 +240,7 @@ async def batch_costs(
 ) -> BatchCosts:
     """Returns what the batch becomes as configured and with other settings, such as `merge=none,layout=packed`, or the
     `usual` ones. Its rows are planned again for each, which takes seconds for a large batch."""
+    check_settings(what_if)
     return await settings.batch_costs(run, batch, what_if, views.one_by_one)
 
 

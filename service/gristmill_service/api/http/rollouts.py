@@ -9,7 +9,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
 
-from gristmill._wire.codecs import row_codec
+from gristmill._wire.codecs import row_codec, submit_codec
 from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.columns import Int64s
 from gristmill._wire.rows import from_rows
@@ -17,11 +17,11 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill.v1 import rows_pb2
 from gristmill_service.api import calls
+from gristmill_service.api.bounds import PROTOBUF, check_message
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.json_bodies import rows_of
-from gristmill_service.api.meter import measured
 from gristmill_service.api.row_requests import CheckedRows, RowsRequest
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.machine.answers import RewardUpdate
@@ -29,7 +29,6 @@ from gristmill_service.run.run import Run
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["rollouts"])
 
-PROTOBUF = "application/x-protobuf"
 # JSON takes longer to parse than a protobuf message of the same size.
 _JSON_WEIGHT = 4
 
@@ -81,7 +80,7 @@ async def submit_rows(request: Request, run: RunDep, slot: SlotDep, api: ApiDep)
         read = partial(_from_json, body)
 
         def in_thread(check: Callable[..., CheckedRows], *args: GristmillError) -> Awaitable[CheckedRows]:
-            return one_by_one(measured, partial(check, *args))
+            return one_by_one(check, *args)
 
         taken = await calls.submit_rows(api, run.name, _JSON_WEIGHT * len(body), read, in_thread)
     slot.note_wrong(taken.refused.values())
@@ -123,12 +122,13 @@ def _refused(row: int, error: GristmillError) -> models.RefusedRow:
 
 def _from_protobuf(body: bytes) -> RowsRequest:
     try:
-        message = rows_pb2.Rows.FromString(body)
+        check_message(body, rows_pb2.Rows.DESCRIPTOR)
+        steps = row_codec.whole(submit_codec.read_rows(body))
     except DecodeError:
         raise InvalidArgumentError(
             f"the body of {len(body)} bytes is not a complete gristmill.v1.Rows message; send one as {PROTOBUF}"
         ) from None
-    return RowsRequest.of(Sent(row_codec.decode(message), None), by_row=False)
+    return RowsRequest.of(Sent(steps, None), by_row=False)
 
 
 def _from_json(body: bytes, run: Run) -> RowsRequest:

@@ -60,7 +60,7 @@ async def list_groups(
     run: RunDep,
     api: ApiDep,
     slot: SlotDep,
-    uids: Annotated[list[str], Query(description="Return these groups, archived ones too.")] = [],  # noqa: B006
+    uids: Annotated[models.Listed[str], Query(description="Return these groups, archived ones too.")] = [],  # noqa: B006
     round: Annotated[models.Int32, Query(description="The round of `uids`.")] = 0,
 ) -> Response:
     """Returns the prompt groups that are in no freed batch, or those with the given uids."""

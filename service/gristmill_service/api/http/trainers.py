@@ -45,7 +45,9 @@ async def get_batch(
     slot: SlotDep,
     batch: models.Int64,
     wait_s: _Wait = 0.0,
-    rank: Annotated[list[models.Int32], Query(description="The ranks whose columns `awaits` lists; empty: all.")] = [],  # noqa: B006
+    rank: Annotated[
+        models.Listed[models.Int32], Query(description="The ranks whose columns `awaits` lists; empty: all.")
+    ] = [],  # noqa: B006
     trains: Annotated[
         Model | None,
         Query(
@@ -99,7 +101,7 @@ async def read_shard(
     mini_batch: models.Int32,
     rank: models.Int32,
     columns: Annotated[
-        list[str] | None,
+        models.Listed[str] | None,
         Query(description="The declared columns to include, separated by commas or repeated; all by default."),
     ] = None,
 ) -> StreamingResponse:

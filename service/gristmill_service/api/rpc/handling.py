@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar, copy_context
-from functools import partial
 from typing import Any, NoReturn
 
 import grpc
 import numpy as np
 import structlog
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF, AbortError, AioRpcError, InternalError, UsageError
 
@@ -35,9 +35,10 @@ from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.gate import AUTHORIZATION, check_alone
 from gristmill_service.api import calls
 from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Kind, Slot
+from gristmill_service.api.bounds import check_message
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import ErrorResponse, refusal
-from gristmill_service.api.meter import measured, metered, spent_s
+from gristmill_service.api.meter import metered, spent_s
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.methods import Method, Parse
 from gristmill_service.off_loop import OneByOne
@@ -215,15 +216,15 @@ class Handling:
                 nbytes = max(nbytes, SMALL_BYTES + 1)
             await slot.came(nbytes)
             if is_zstd:
-                request = await self._expand(measured, partial(parsed, data, method.parse))
+                request = await self._expand(parsed, data, method.message, method.parse)
             else:
-                request = await calls.of_size(nbytes, parsed, data, method.parse)
+                request = await calls.of_size(nbytes, parsed, data, method.message, method.parse)
             if tracing.is_on():
                 _describe(request)
             if method.call and api.gate.counts_calls:
                 self._check(method, slot, request)
             if isinstance(request, ColumnsRequest) and request.size_bytes:
-                await self._read_parts(call, request)
+                await self._read_parts(method, call, request)
             try:
                 if method.is_stream:
                     answer = await self._send(slot, method.answer(api, slot, request), context)
@@ -252,7 +253,7 @@ class Handling:
         finally:
             api.metrics.observe_call("grpc", method.name, status, time.monotonic() - start)
 
-    async def _read_parts(self, call: Call, request: ColumnsRequest) -> None:
+    async def _read_parts(self, method: Method, call: Call, request: ColumnsRequest) -> None:
         """Reads the messages after the first one, which contain the request's tensors. Raises InvalidArgumentError."""
         size, slot = request.size_bytes, call.slot
         assert slot is not None
@@ -274,7 +275,7 @@ class Handling:
         while arrived < size:
             if (data := await call.read()) is None:
                 raise InvalidArgumentError(f"the call ended after {arrived} of {size} bytes; send all of them")
-            part = parsed(data, part_of)
+            part = parsed(data, method.message, part_of)
             if not min(_LEAST_PART_BYTES, left := size - arrived) <= len(part) <= left:
                 raise InvalidArgumentError(
                     f"a part has {len(part)} bytes after {arrived} of {size} bytes; send parts of at least "
@@ -401,8 +402,10 @@ class Handling:
         raise AssertionError("abort always raises")
 
 
-def parsed(data: bytes, parse: Parse) -> Any:
-    """Parses the request. Raises InvalidArgumentError if it is malformed; gRPC itself would answer INTERNAL."""
+def parsed(data: bytes, message: Descriptor, parse: Parse) -> Any:
+    """Parses the request. Raises InvalidArgumentError if it is malformed, where gRPC itself would answer INTERNAL, and
+    like `check_message`."""
+    check_message(data, message)
     try:
         return parse(data)
     except DecodeError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, astuple, fields
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+from google.protobuf.descriptor import Descriptor
 
 import gristmill
 from gristmill._wire.codecs import row_codec
@@ -23,7 +24,8 @@ from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service import tracing
 from gristmill_service.access import caller
 from gristmill_service.api import calls
-from gristmill_service.api.admission import Kind, Slot, most_bytes
+from gristmill_service.api.admission import Kind, Slot
+from gristmill_service.api.bounds import DOCUMENT, check_json, check_message, most_bytes
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.row_requests import RowsRequest
@@ -34,7 +36,6 @@ from gristmill_service.run.machine.answers import (
     Admissions,
     BatchAnswer,
     BatchState,
-    ColumnPlace,
     GroupAnswer,
     GroupState,
     Position,
@@ -63,20 +64,24 @@ _GROUP_STATES: dict[GroupState, Any] = {
 }
 
 
+_check_rows = partial(check_message, descriptor=rollout_pb2.SubmitRowsRequest.DESCRIPTOR)
+
+
 class Method(NamedTuple):
     """A method.
 
     path: its path in gRPC. name: its name in metrics and logs. call: its name in the table of roles; empty if it needs
-    no role. kind: the kind of its slot.
+    no role. kind: the kind of its slot. message: describes its request.
     answer(api, slot, request): a coroutine that returns a message or the answer's bytes, or an asynchronous generator
         of these.
-    is_large: whether the answer takes as much memory as a large request. most_bytes: see `admission.most_bytes`.
+    is_large: whether the answer takes as much memory as a large request. most_bytes: see `bounds.most_bytes`.
     """
 
     path: str
     name: str
     call: str
     kind: Kind
+    message: Descriptor
     parse: Parse
     answer: Callable[[ApiContext, Slot, Any], Any]
     is_stream: bool
@@ -88,7 +93,7 @@ def methods(api: ApiContext) -> Iterator[Method]:
     """Yields every method of the API."""
     parsers: dict[str, Parse] = {
         # protobuf's classes would copy these requests too often.
-        "SubmitRows": partial(Submission, most_bytes=api.max_message_bytes),
+        "SubmitRows": partial(Submission, most_bytes=api.max_message_bytes, check=_check_rows),
         "WriteColumns": ColumnsRequest,
     }
     for contract in (run_pb2, rollout_pb2, trainer_pb2):
@@ -101,6 +106,7 @@ def methods(api: ApiContext) -> Iterator[Method]:
                     method.name,
                     call,
                     "stream" if method.server_streaming else "call",
+                    method.input_type,
                     parsers.get(method.name) or getattr(contract, method.input_type.name).FromString,
                     _ANSWERS[call],
                     method.server_streaming,
@@ -311,8 +317,12 @@ async def commit(api: ApiContext, slot: Slot, request: trainer_pb2.CommitRequest
 
 async def resume(api: ApiContext, slot: Slot, request: trainer_pb2.ResumeRequest) -> trainer_pb2.ResumeResponse:
     checkpoint = Checkpoint(_optional_position(request), request.run_id, request.generation, request.give_up_reason)
-    model, dp_size = _model(request.model), _dp_size(request.dp_size)
-    resumed = await calls.resume(api, request.run, model, checkpoint, request.launch, dp_size, request.ranks)
+    if request.dp_size < 0:
+        raise InvalidArgumentError(
+            f"dp_size {request.dp_size} is negative; send the number of ranks, or 0 for no change"
+        )
+    how = checkpoint, request.launch, request.dp_size, request.ranks
+    resumed = await calls.resume(api, request.run, _model(request.model), *how)
     return trainer_pb2.ResumeResponse(
         incarnation=resumed.incarnation,
         position=_position_message(resumed.position),
@@ -325,6 +335,7 @@ async def resume(api: ApiContext, slot: Slot, request: trainer_pb2.ResumeRequest
 
 
 def _config(config_json: str) -> Any:
+    check_json(config_json.encode(), DOCUMENT, "config_json")
     try:
         # orjson would convert integers beyond 64 bits to floats, but errors must name the original value.
         return json.loads(config_json)
@@ -345,12 +356,6 @@ def _position(message: run_pb2.Position) -> Position:
 def _optional_position(message: Any) -> Position | None:
     """Returns the `position` field of a request; None if it is unset."""
     return _position(message.position) if message.HasField("position") else None
-
-
-def _dp_size(number: int) -> int:
-    if number < 0:
-        raise InvalidArgumentError(f"dp_size {number} is negative; send the number of ranks, or 0 for no change")
-    return number
 
 
 def _key(message: rollout_pb2.TrajectoryKey) -> TrajectoryKey:
@@ -392,12 +397,8 @@ def _batch(view: BatchAnswer) -> trainer_pb2.GetBatchResponse:
     return trainer_pb2.GetBatchResponse(
         state=view.state.value,  # type: ignore[arg-type]
         plan_json=view.plan.decode(),
-        awaits=_awaits(view.awaits),
+        awaits=[trainer_pb2.AwaitedColumn(**place._asdict()) for place in view.awaits],
     )
-
-
-def _awaits(places: Iterable[ColumnPlace]) -> list[trainer_pb2.AwaitedColumn]:
-    return [trainer_pb2.AwaitedColumn(**place._asdict()) for place in places]
 
 
 def _shard(view: ShardAnswer) -> trainer_pb2.GetShardResponse:

@@ -37,9 +37,9 @@ class Health:
         self._ends.set()
 
     def methods(self) -> Iterator[Method]:
-        parse = health_pb2.HealthCheckRequest.FromString
-        yield Method(f"/{HEALTH}/Check", "Check", "", "probe", parse, self._check, is_stream=False)
-        yield Method(f"/{HEALTH}/Watch", "Watch", "", "probe", parse, self._watch, is_stream=True)
+        message, parse = health_pb2.HealthCheckRequest.DESCRIPTOR, health_pb2.HealthCheckRequest.FromString
+        yield Method(f"/{HEALTH}/Check", "Check", "", "probe", message, parse, self._check, is_stream=False)
+        yield Method(f"/{HEALTH}/Watch", "Watch", "", "probe", message, parse, self._watch, is_stream=True)
 
     def _status(self, service: str) -> health_pb2.HealthCheckResponse:
         status = _SERVING

@@ -91,7 +91,6 @@ async def batch_costs(run: Run, batch: int, texts: Sequence[str], one_by_one: On
             next((record.outline for record in state.records if record.first == record.last == batch), b""),
         )
     )
-    changes = parse_all(texts, run.config)
     compare: Callable[..., Iterator[Alternative]] = partial(compared_outline, outline)
     if sealed is not None:
         size = sealed.row_bytes
@@ -105,7 +104,8 @@ async def batch_costs(run: Run, batch: int, texts: Sequence[str], one_by_one: On
         compare = partial(compared, rows)
     elif not outline:
         raise FailedPreconditionError(f"batch {batch} has no stored rows, so it cannot be planned; choose another")
-    planned = await one_by_one(lambda: list(effective(compare(run.config, changes), texts)))
+    config = run.config
+    planned = await one_by_one(lambda: list(effective(compare(config, parse_all(texts, config)), texts)))
     return BatchCosts(run=run.name, batch=batch, costs=[Cost(**one.figures) for one in planned])
 
 

@@ -29,8 +29,8 @@ _T = TypeVar("_T")
 # Seconds between two warnings about a wait for capacity. Shorter waits are normal: they throttle producers.
 ROOM_NOTICE_S = 30.0
 
-# The groups that one request asks for: the service limits their number, and the bytes of a request.
-_MOST_NAMED = 4096
+MOST_GROUPS = 1 << 10
+"""How many groups a request may name."""
 
 # The seconds that a row waits for others to share its message.
 _LINGER_S = 0.003
@@ -113,7 +113,7 @@ def list_groups(run: str, uids: Iterable[str] | None, round_: int) -> Iterator[r
         return
     _check_list(uids)
     left = iter(uids)
-    while part := list(islice(left, _MOST_NAMED)):
+    while part := list(islice(left, MOST_GROUPS)):
         try:
             yield run_pb2.ListGroupsRequest(run=run, uids=part, round=round_)
         except (TypeError, ValueError) as error:
@@ -133,6 +133,19 @@ def _no_groups(uids: Sequence[str], round_: int, error: Exception) -> InvalidArg
     )
 
 
+def parts(request: rollout_pb2.BeginGroupsRequest) -> Iterator[rollout_pb2.BeginGroupsRequest]:
+    """Yields the request, or several for as many groups as the service accepts at once."""
+    if len(request.uids) <= MOST_GROUPS:
+        yield request
+        return
+    for begin in range(0, len(request.uids), MOST_GROUPS):
+        part, end = rollout_pb2.BeginGroupsRequest(run=request.run, round=request.round), begin + MOST_GROUPS
+        part.uids.extend(request.uids[begin:end])
+        part.n_samples.extend(request.n_samples[begin:end])
+        part.tags.extend(request.tags[begin:end])
+        yield part
+
+
 def _one_each(uids: Sequence[str], values: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:
     """Returns one value per uid. values: one value for all groups, or values by uid; None: an empty list."""
     if values is None:
@@ -141,7 +154,8 @@ def _one_each(uids: Sequence[str], values: _T | Mapping[str, _T] | None, default
 
 
 def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginGroupsResponse) -> list[str]:
-    states = zip(request.uids, answer.admissions, strict=True)
+    # The rest was not requested.
+    states = zip(request.uids, answer.admissions, strict=False)
     return [uid for uid, state in states if state == rollout_pb2.GROUP_ADMISSION_ADMITTED]
 
 

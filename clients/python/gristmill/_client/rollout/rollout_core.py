@@ -121,17 +121,29 @@ class RolloutCore:
         tag: str | Mapping[str, str] | None = None,
     ) -> list[str]:
         request, wait_s = requests.begin_groups(self.run, uids, round, n_samples, tag), requests.wait_of(wait_s)
-        answer = await self._ask_groups(request, 0.0)
-        if requests.waits_for_room(answer) and wait_s:
-            answer = await self._connection.ask_until(
-                lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
-            )
+        answer = rollout_pb2.BeginGroupsResponse()
+        for part in requests.parts(request):
+            # Those before were admitted or are finished.
+            begun = await self._begin_part(part, 0.0 if requests.admitted(request, answer) else wait_s)
+            answer.MergeFrom(begun)
+            if rollout_pb2.GROUP_ADMISSION_NO_ROOM in begun.admissions:
+                break
         self._versions.learned(answer.policy_version)
         if pause_s := self._finished.pause_s(request, answer):
             await self._connection.sleep(pause_s)
         admitted = requests.admitted(request, answer)
         self._begun.add(round, admitted)
         return admitted
+
+    async def _begin_part(
+        self, request: rollout_pb2.BeginGroupsRequest, wait_s: float
+    ) -> rollout_pb2.BeginGroupsResponse:
+        answer = await self._ask_groups(request, 0.0)
+        if requests.waits_for_room(answer) and wait_s:
+            answer = await self._connection.ask_until(
+                lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
+            )
+        return answer
 
     async def _ask_groups(
         self, request: rollout_pb2.BeginGroupsRequest, wait_s: float

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from google.protobuf.message import DecodeError
+
 from gristmill._wire.codecs import tensor_file
-from gristmill._wire.codecs.varints import read_varint, varint
+from gristmill._wire.codecs.varints import fields, varint
 from gristmill.v1 import trainer_pb2
 
-_VARINT, _LENGTH_DELIMITED = 0, 2
+_LENGTH_DELIMITED = 2
 _TENSORS = trainer_pb2.WriteColumnsRequest.DESCRIPTOR.fields_by_name["tensors"].number << 3 | _LENGTH_DELIMITED
 _ALIGNMENT = 8
 
@@ -44,7 +47,8 @@ def part_of(data: bytes) -> memoryview:
     """Returns the tensors of a message, a view if possible. Raises google.protobuf.message.DecodeError for invalid
     bytes."""
     small, begin, end = _cut(data)
-    return memoryview(data)[begin:end] if end else memoryview(trainer_pb2.WriteColumnsRequest.FromString(small).tensors)
+    trainer_pb2.WriteColumnsRequest.FromString(small)
+    return memoryview(data)[begin:end]
 
 
 class ColumnsRequest:
@@ -58,9 +62,10 @@ class ColumnsRequest:
         self._data = data
         small, begin, end = _cut(data)
         request = trainer_pb2.WriteColumnsRequest.FromString(small)
-        self.tensors = memoryview(data)[begin:end] if end else memoryview(request.tensors)
-        if end and (begin + tensor_file.begin_of_data(self.tensors)) % _ALIGNMENT:
-            self.tensors = memoryview(bytes(self.tensors))
+        self.tensors = memoryview(data)[begin:end]
+        if (begin + tensor_file.begin_of_data(self.tensors)) % _ALIGNMENT:
+            # numpy copies without the GIL.
+            self.tensors = np.array(self.tensors).data
         self.run, self.batch, self.mini_batch = request.run, request.batch, request.mini_batch
         self.rank, self.incarnation, self.size_bytes = request.rank, request.incarnation, request.size_bytes
 
@@ -76,24 +81,16 @@ def _tensors(file: bytes | memoryview) -> bytes:
 
 
 def _cut(data: bytes) -> tuple[bytes, int, int]:
-    """Returns the request without its tensors, and the offsets where the tensors begin and end. If the request has an
-    unusual form, returns the whole request and 0, 0, and protobuf then reads or refuses it.
-    """
-    at = begin = end = 0
+    """Returns the request without its tensors, and the offsets where the tensors begin and end; 0 and 0 without any.
+    Raises google.protobuf.message.DecodeError for invalid bytes."""
+    begin = end = 0
     rest: list[bytes] = []
     try:
-        while at < len(data):
-            field = at
-            tag, at = read_varint(data, at)
-            size, at = read_varint(data, at)
-            if tag & 7 == _LENGTH_DELIMITED:
-                at += size
-            elif tag & 7 != _VARINT:
-                return data, 0, 0
+        for tag, start, at, after in fields(data):
             if tag == _TENSORS:
-                begin, end = at - size, at
+                begin, end = at, after
             else:
-                rest.append(data[field:at])
+                rest.append(data[start:after])
     except IndexError:
-        return data, 0, 0
-    return (b"".join(rest), begin, end) if at == len(data) else (data, 0, 0)
+        raise DecodeError("it ends within a field") from None
+    return b"".join(rest), begin, end

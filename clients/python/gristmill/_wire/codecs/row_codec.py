@@ -134,12 +134,16 @@ def decode(message: rows_pb2.Rows) -> Steps:
     Raises InvalidArgumentError that names the field and both sizes if a column does not fit the number of rows or
     tokens. Also raises it for rows without their prefixes, and for the reasons of `gristmill._wire.steps.check`.
     """
-    sent = read(message, {})
+    return check(whole(read(message, {})))
+
+
+def whole(sent: Sent) -> Steps:
+    """Returns the rows. Raises InvalidArgumentError if they lack their prefixes."""
     if sent.prefixes is not None:
         raise InvalidArgumentError(
             "prefix_lengths is set, but only SubmitRows accepts rows without their first tokens; send whole rows"
         )
-    return check(sent.steps)
+    return sent.steps
 
 
 def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryview] = ()) -> Sent:

@@ -6,14 +6,14 @@ Buffers are copied once by the writer and not by the reader, while protobuf's cl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from gristmill._wire.codecs import row_codec
-from gristmill._wire.codecs.varints import LENGTH_BYTES, read_varint, varint
+from gristmill._wire.codecs.varints import LENGTH_BYTES, fields, varint
 from gristmill._wire.codecs.zstd_frames import zstandard
 from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
 from gristmill._wire.steps import Steps
@@ -31,6 +31,8 @@ _NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name 
 _LENGTH_DELIMITED = 2
 _BY_TAG = {number << 3 | _LENGTH_DELIMITED: name for name, number in _NUMBERS.items()}
 _ALIGNMENT = 8
+_SMALL_BYTES = 256 << 10
+"""So few bytes at the end of a request are not searched for buffers: `encode` puts the other fields there."""
 # Token ids use about 17 of their 32 bits. A higher level takes longer and gains little.
 _ZSTD_LEVEL = 1
 
@@ -38,8 +40,11 @@ _ZSTD_LEVEL = 1
 class Submission:
     """A received request. Its rows are read on demand. nbytes: the uncompressed size."""
 
-    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
-        """Decodes the request. most_bytes: the limit of its uncompressed size.
+    def __init__(
+        self, data: bytes, most_bytes: int = MESSAGE_BYTES, check: Callable[[bytes], None] = lambda data: None
+    ) -> None:
+        """Decodes the request. most_bytes: the limit of its uncompressed size. check: called with a request that was
+        compressed before it is decoded.
 
         Raises InvalidArgumentError for bytes that are not a SubmitRowsRequest, TooLargeError if it exceeds most_bytes.
         """
@@ -47,7 +52,9 @@ class Submission:
         try:
             self._read(data)
             if self._zstd:
-                self._read(decompressed(self._zstd, most_bytes))
+                content = decompressed(self._zstd, most_bytes)
+                check(content)
+                self._read(content)
         except DecodeError as error:
             raise InvalidArgumentError(
                 f"the request is not a message of gristmill.v1: {error}; encode it as the proto files define"
@@ -56,11 +63,7 @@ class Submission:
     def _read(self, data: Buffer) -> None:
         parts, self.nbytes = _parts(data), len(data)
         request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
-        if parts.small and request.HasField("rows"):
-            # protobuf merges a field that is sent twice. This is rare, so let protobuf parse the whole request.
-            parts = _all_rest(data)
-            request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
-        self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
+        self._rows = request.rows if request.HasField("rows") else rows_pb2.Rows.FromString(parts.small)
         self._buffers, self._column_values = parts.buffers, parts.column_values
         self._zstd: bytes = request.zstd
         self.run: str = request.run
@@ -197,33 +200,54 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: Buffer) -> _Parts:
-    """Splits a request. If `encode` did not write it, the whole request is `rest`, which protobuf reads."""
+    """Splits a request without copying its buffers. A request that contains `rows` twice is not split, because protobuf
+    merges them; it must be small. Raises google.protobuf.message.DecodeError for invalid bytes."""
     buffers, column_values, view = dict[str, memoryview](), list[memoryview](), memoryview(data)
+    small: list[memoryview] = []
+    rest: list[memoryview] = []
     try:
-        tag, begin = read_varint(data, 0)
-        size, at = read_varint(data, begin)
-        end = at + size
-        if tag != _ROWS << 3 | _LENGTH_DELIMITED or end > len(data):
-            return _all_rest(data)
-        while at < end:
-            tag, begin = read_varint(data, at)
-            if tag not in _BY_TAG:
-                break
-            size, begin = read_varint(data, begin)
-            if begin + size > end:
-                return _all_rest(data)
-            at = begin + size
-            if (name := _BY_TAG[tag]) == row_codec.COLUMN_VALUES:
-                column_values.append(view[begin:at])
+        for tag, start, begin, end in fields(data):
+            if tag != _ROWS << 3 | _LENGTH_DELIMITED:
+                rest.append(view[start:end])
+            elif small and len(data) > _SMALL_BYTES:
+                raise DecodeError("rows occurs twice")
+            elif small:
+                return _Parts({}, [], b"", bytes(data))
             else:
-                buffers[name] = view[begin:at]
+                small = _small(data, begin, end, buffers, column_values)
     except IndexError:
-        return _all_rest(data)
-    return _Parts(buffers, column_values, bytes(data[at:end]), bytes(data[end:]))
+        raise DecodeError("it ends within a field") from None
+    return _Parts(buffers, column_values, b"".join(small), b"".join(rest))
 
 
-def _all_rest(data: Buffer) -> _Parts:
-    return _Parts({}, [], b"", bytes(data))
+def _small(
+    data: Buffer, at: int, end: int, buffers: dict[str, memoryview], column_values: list[memoryview]
+) -> list[memoryview]:
+    """Returns the fields of the rows between these offsets but the large ones, which it adds to the others."""
+    small, view = [memoryview(b"")], memoryview(data)
+    for tag, start, begin, after in fields(data, at, end):
+        if tag not in _BY_TAG:
+            if end - start <= _SMALL_BYTES:
+                break
+            continue
+        small.append(view[at:start])
+        at = after
+        if (name := _BY_TAG[tag]) == row_codec.COLUMN_VALUES:
+            column_values.append(view[begin:after])
+        else:
+            buffers[name] = view[begin:after]
+    return [*small, view[at:end]]
+
+
+def read_rows(data: bytes) -> row_codec.Sent:
+    """Reads an encoded Rows message without copying its buffers. Raises like `row_codec.read`, and
+    google.protobuf.message.DecodeError for invalid bytes."""
+    buffers, column_values = dict[str, memoryview](), list[memoryview]()
+    try:
+        small = _small(data, 0, len(data), buffers, column_values)
+    except IndexError:
+        raise DecodeError("it ends within a field") from None
+    return row_codec.read(rows_pb2.Rows.FromString(b"".join(small)), buffers, column_values)
 
 
 def _head(number: int, size: int) -> bytes:

@@ -25,7 +25,7 @@ NAMES: dict[np.dtype[Any], str] = {
 """The names of columns' types in safetensors files."""
 
 _DTYPES = {code: dtype for dtype, code in NAMES.items()}
-_HEAD, _LONGEST_HEADER, _MOST_AXES = 8, 1 << 20, 16
+_HEAD, _LONGEST_HEADER, _MOST_AXES = 8, 64 << 10, 16
 
 
 def encode(tensors: Mapping[str, Array]) -> bytes:

@@ -14,13 +14,13 @@ from gristmill.errors import DeadlineExceededError, GristmillError, InvalidArgum
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE
 from gristmill_service.api.admission import LEAST_BYTES_PER_S, REQUEST_S, SMALL_BYTES, Slot
+from gristmill_service.api.bounds import check_json, check_query, is_json, of_path
+from gristmill_service.api.calls import ON_LOOP_BYTES
 from gristmill_service.api.errors import CLOSE, TOO_LARGE, error_body, error_response
 from gristmill_service.api.http.guards.admitted import SLOT
-from gristmill_service.api.http.json_bodies import check_size, most_bytes
 from gristmill_service.off_loop import OneByOne
 
 _MOST_OF_ANYONE = 64 << 10
-_NO_JSON = frozenset(["application/x-protobuf", "application/octet-stream"])
 BODY = "gristmill.body"
 """The key of the decompressed body in a request's scope, which is used to forward the request."""
 
@@ -66,11 +66,13 @@ class Bodies:
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        headers, slot = dict(scope["headers"]), scope[SLOT]
+        headers, slot, path = dict(scope["headers"]), scope[SLOT], scope["path"]
+        check_query(scope["query_string"])
         body = await self._received(headers.get(b"content-length", b""), receive, slot)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
-        most = self._limit if kind in _NO_JSON else min(self._limit, most_bytes(scope["path"]))
+        json = of_path(path) if is_json(scope["method"], path, kind) else None
+        most = self._limit if json is None else min(self._limit, json.nbytes)
         if encoding == "gzip":
             await slot.place()
             # The body is decompressed to at most one byte above the limit, which shows that it is too large.
@@ -78,8 +80,11 @@ class Bodies:
             self._check_size(len(body))
         elif encoding != "identity":
             raise InvalidArgumentError(f"content-encoding {encoding!r} is not supported; send gzip, or no encoding")
-        if kind not in _NO_JSON:
-            check_size(body, scope["path"])
+        if json is not None:
+            if len(body) <= ON_LOOP_BYTES:
+                check_json(body, json)
+            else:
+                await self._one_by_one(check_json, body, json)
         await slot.came(len(body))
         return body
 

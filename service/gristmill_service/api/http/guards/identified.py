@@ -153,7 +153,7 @@ def _fields(body: bytes) -> dict[str, object]:
     """Parses fields like the handlers' models, so that both use the same values. The handler rejects other bodies."""
     try:
         document = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
 

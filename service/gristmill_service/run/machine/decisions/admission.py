@@ -24,7 +24,6 @@ from gristmill_service.run.machine.state import Decision, State, TagGroups
 RETRY_AFTER_S = 0.5
 
 # A run does nothing else while it decides and logs a request.
-_MOST_GROUPS = 1 << 15
 _LEAST_OVERDRAFT = 1 << 20
 _QUOTA_WORDS = {"groups": "prompt groups", "rows": "rows", "row_bytes": "bytes of rows"}
 
@@ -102,7 +101,6 @@ class BytesLeft(NamedTuple):
 
 def new_groups(round_: int, uids: Sequence[str], n_samples: Sequence[int], tags: Sequence[str]) -> list[NewGroup]:
     """Returns the groups that a request names. Raises InvalidArgumentError for invalid names, or too many groups."""
-    check_group_count(len(uids))
     if round_ < 0:
         raise InvalidArgumentError(f"round {round_} is negative; send 0 or more")
     if "" in uids:
@@ -114,12 +112,6 @@ def new_groups(round_: int, uids: Sequence[str], n_samples: Sequence[int], tags:
             raise InvalidArgumentError(f"{name} has {len(values)} entries for {len(uids)} uids; send one each, or none")
     sizes, names = n_samples or [0] * len(uids), tags or [""] * len(uids)
     return [NewGroup(GroupKey(round_, uid), size, tag) for uid, size, tag in zip(uids, sizes, names, strict=True)]
-
-
-def check_group_count(count: int) -> None:
-    """Raises InvalidArgumentError for too many groups in a request."""
-    if count > _MOST_GROUPS:
-        raise InvalidArgumentError(f"the call begins {count} groups, and the limit is {_MOST_GROUPS}; send fewer")
 
 
 def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota | None) -> Decision[Admissions]:
