@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from gristmill.errors import UnavailableError
+from gristmill_service.run.machine import archived_groups
 from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.run.machine.archived_groups import Segment, digests_of
 from gristmill_service.run.machine.decisions.resume import Checkpoint
+from gristmill_service.run.machine.events import GroupKey
+from tests.on_loop import on_loop
 from tests.run.harness import Bench, BuildBatch, Shelf, group_rows, row
 
 
@@ -106,3 +111,25 @@ def test_a_batch_that_is_being_published_is_not_abandoned(monkeypatch: pytest.Mo
     monkeypatch.setattr(bench.store, "publish", publish_and_abandon)
     bench.make_batches()
     assert bench.run.batch(0).state is BatchState.PUBLISHED
+
+
+def test_large_segments_of_archived_groups_are_merged_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archived_groups, "_SMALL", 10)
+    bench, merging = Bench(), list[threading.Thread]()
+    archive, merged = bench.state.closed.archive, Segment.merged
+
+    def noted(one: Segment, other: Segment) -> Segment:
+        merging.append(threading.current_thread())
+        return merged(one, other)
+
+    monkeypatch.setattr(Segment, "merged", noted)
+    keys = [GroupKey(0, f"u{number}") for number in range(60)]
+    for first in (0, 20, 40):
+        part = keys[first : first + 20]
+        archive.add(digests_of(bench.run.run_id, part), [first] * len(part))
+    assert (len(archive.segments), merging) == (3, [])
+    bench.run.tick()
+    assert len(archive.segments) == 1
+    assert len(merging) == 2
+    assert on_loop(threading.current_thread) not in merging
+    assert bench.state.outcomes(keys) == {key: number // 20 * 20 for number, key in enumerate(keys)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import pytest
@@ -14,6 +15,7 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
+from gristmill_service.run.machine.closed_groups import ClosedGroups
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.decisions.sealing import missing_tags
 from gristmill_service.run.machine.events import (
@@ -133,6 +135,7 @@ COMMANDS = st.one_of(
     st.tuples(st.just("wait"), st.sampled_from([1.0, 5.0])),
     st.tuples(st.just("finish")),
 )
+TRAIN = st.tuples(st.just("train"))
 SETTINGS = st.fixed_dictionaries(
     {
         "train_batch_size": st.integers(1, 2),
@@ -305,6 +308,47 @@ def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_noth
     assert replayed == bench.state
     assert list(replayed.open) == list(bench.state.open)
     assert list(replayed.complete) == list(bench.state.complete)
+
+
+@settings(LAW, max_examples=2 * LAW.max_examples)
+@given(SETTINGS, MISALIGNED, st.lists(st.one_of(COMMANDS, COMMANDS, TRAIN), max_size=20))
+def test_calls_for_archived_groups_are_answered_as_if_they_were_remembered_whole(
+    chosen: dict[str, Any], misaligned: set[tuple[int, int]], commands: list[tuple[Any, ...]]
+) -> None:
+    answers: list[list[object]] = []
+    for archives in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not archives:
+                patch.setattr(ClosedGroups, "archive_groups", lambda self, keys: None)
+            log = RecordingLog()
+            # Part of answers.
+            log.run_id = "same"
+            bench = Bench(build_batch=BuildBatch(misaligned=misaligned), log=log, **chosen)
+            answers.append([answered(bench, *command) for command in commands])
+            named = [GroupKey(round_, uid) for uid in "abcd" for round_ in range(3)]
+            answers[-1] += [replace(group, tag="") for part in bench.run.groups(named) for group in part]
+            assert archives or not bench.state.closed.archive.segments
+    assert answers[0] == answers[1]
+
+
+def answered(bench: Bench, command: str, *arguments: Any) -> object:
+    """Does what the command says. Returns the answer, or the error."""
+    try:
+        match command:
+            case "submit":
+                return bench.submit(*arguments[0])
+            case "train":
+                bench.make_batches()
+                while (view := bench.run.shard("policy", 0, None, 0)).state is BatchState.PUBLISHED:
+                    for rank in range(bench.state.dp_size):
+                        bench.run.acknowledge("policy", rank, view.position, 0, commit=True)
+            case "make_batches" | "reopen" | "write" | "write_rest" | "wait":
+                act(bench, command, *arguments)
+            case _:
+                return getattr(bench.run, command)(*arguments)
+        return None
+    except GristmillError as error:
+        return repr(error)
 
 
 @settings(max_examples=150, deadline=None)

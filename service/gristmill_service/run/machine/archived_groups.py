@@ -16,8 +16,8 @@ from gristmill_service.run.machine.events import GroupKey
 
 # Segments of at most this many groups are merged at once, in about a millisecond.
 _SMALL = 1 << 16
-# A segment is merged with one of at most this many times its size: 30 million groups are in about eight segments.
-_RATIO = 4
+# A segment is merged with one of at most this many times its size: 30 million groups are in about five segments.
+_RATIO = 16
 _KINDS = ("<u8", "<u8", "<i4")
 
 Digests = tuple[NDArray[np.uint64], NDArray[np.uint64]]
