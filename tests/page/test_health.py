@@ -427,6 +427,17 @@ def test_a_batch_that_the_store_does_not_take_is_stuck_with_the_reason(watched: 
     assert one.worst()[0][1].startswith(f"run 'r': batch 0 waits: {why}")
 
 
+def test_a_log_of_which_no_snapshot_can_be_written_is_a_finding_and_the_run_goes_on(watched: Make) -> None:
+    one = watched()
+    one.run._target.compaction.failed = "the file system of /journal is full"
+    one.fill("a")
+    [(level, text, _)] = one.worst()
+    assert level == "slow"
+    assert text.startswith("no snapshot of the run's log could be written, so the log grows")
+    assert ": the file system of /journal is full; nothing is lost" in text
+    assert one.health().state == "collecting"
+
+
 def test_a_run_that_is_done_is_finished(watched: Make) -> None:
     one = watched()
     one.seal("a", "b")

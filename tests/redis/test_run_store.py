@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -28,6 +28,20 @@ from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, keys,
 from tests.redis.servers import RedisServer, StartRedis, wait_until
 from tests.storage.tables import compact, snapshot_in
 from tests.storage.test_stores import sources
+
+
+def die_at(number: int, store: RedisRunStore, patched: pytest.MonkeyPatch) -> None:
+    """Ends the process before its command of that number from now on."""
+    execute: Any = store._client.execute_command
+    left = [number]
+
+    def execute_or_die(*arguments: Any, **more: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return execute(*arguments, **more)
+
+    patched.setattr(store._client, "execute_command", execute_or_die)
 
 
 class TestRunStore:
@@ -70,6 +84,30 @@ class TestRunStore:
         assert ([*replay.snapshot], list(replay.records)) == ([b"one", b"", b"three"], [b"after"])
         store.delete("run")
         assert keys(store) == set()
+
+    def test_a_process_that_dies_while_it_writes_a_snapshot_leaves_the_one_before_or_the_new_one(
+        self, url: str, join: Join
+    ) -> None:
+        store, other, outcomes = join(url), join(url, 1), list[bytes]()
+        names = [f"run-{number}" for number in range(12)]
+        for number, name in enumerate(names):
+            log = store.create(name, b"{}")
+            started(log)
+            log.append(b"one", {})
+            log.compact(log.end, [b"be", b"fore"])
+            log.append(b"two", {})
+            with pytest.MonkeyPatch.context() as patched, suppress(KeyboardInterrupt):
+                die_at(number, store, patched)
+                log.compact(log.end, [b"af", b"ter"])
+            expire(store, name)
+            replay = other.open(name).replay()
+            snapshot = snapshot_in(replay)
+            assert (snapshot, replay.records) in ((b"before", [b"two"]), (b"after", []))
+            outcomes.append(snapshot or b"")
+        assert outcomes == sorted(outcomes, reverse=True), "before the switch, or after it"
+        assert {*outcomes} == {b"before", b"after"}
+        other.sweep(names)
+        assert len([key for key in keys(store) if ":snapshot:" in key]) == 2 * len(names)
 
     def test_a_log_of_many_records_is_read_in_order(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")

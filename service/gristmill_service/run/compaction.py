@@ -21,8 +21,7 @@ class Compaction:
     """The snapshots of one run, one at a time. Used on the event loop; `thread` writes them.
 
     snapshot: returns the pieces of a snapshot of the state as it is now; None if the state is unusable. on_lost: called
-    if the log was lost meanwhile. failed: why the last snapshot was not written; empty if it was. failed_since: when
-    the first of those that failed in a row did.
+    if the log was lost meanwhile. failed: why the last snapshot was not written; empty if it was.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Compaction:
         snapshot: Callable[[], Iterator[bytes] | None],
         on_lost: Callable[[], None],
     ) -> None:
-        self.failed, self.failed_since = "", 0.0
+        self.failed = ""
         self._log, self._thread, self._clock, self._snapshot, self._on_lost = log, thread, clock, snapshot, on_lost
         self._pieces: Iterator[bytes] | None = None
         self._job: Future[None] | None = None
@@ -93,6 +92,5 @@ class Compaction:
             return
         is_defect = not isinstance(error, GristmillError)
         _log.warning("log not compacted", run_id=self._log.run_id, reason=str(error), exc_info=is_defect and error)
-        self.failed_since = self.failed_since if self.failed else self._clock()
         self.failed = repr(error) if is_defect else str(error)
         self._after, self._pause = self._clock() + self._pause, min(2 * self._pause, _LONGEST_PAUSE_S)

@@ -132,7 +132,7 @@ class Run:
         )
         self._background = Background(name, writer, self._builder, log, shared.store, shared.room, clock)
         self._published = PublishedBatches(name, writer, shared.store)
-        writer.on_effects = self._background.perform
+        writer.on_effects, self.compaction = self._background.perform, writer.compaction
         self._duplicates, self._sums = 0, TokenSums()
         writer.begin(events)
         # The previous process may have died after recording that a batch is freed and before removing its shards.

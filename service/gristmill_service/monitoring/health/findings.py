@@ -87,6 +87,7 @@ def findings_of(facts: RunFacts) -> list[Finding]:
     rules = (
         _failed_batches,
         _unhealthy,
+        _log,
         _ranks,
         _columns,
         _build,
@@ -222,6 +223,13 @@ def _rollbacks(facts: RunFacts) -> Iterator[Finding]:
 def _unhealthy(facts: RunFacts) -> Iterator[Finding]:
     if facts.unhealthy_reason:
         yield _finding("stuck", facts.unhealthy_reason, None)
+
+
+def _log(facts: RunFacts) -> Iterator[Finding]:
+    if reason := facts.compaction_failed:
+        text = "no snapshot of the run's log could be written, so the log grows, and a restart takes longer"
+        remedy = "nothing is lost, and the next try comes within 10 minutes; see log not compacted in the messages"
+        yield _finding("slow", text, None, reason=reason, remedy=remedy)
 
 
 def _ranks(facts: RunFacts) -> Iterator[Finding]:

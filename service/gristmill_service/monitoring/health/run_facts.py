@@ -105,6 +105,7 @@ class RunFacts:
     """The facts of a run at one time.
 
     seals_by_call: whether batches are sealed only by calls of SealBatch.
+    compaction_failed: why the last snapshot of the log was not written; empty if it was.
     missing_tags: the number of groups of each tag that the next batch still needs (`tag_shares`).
     failed: the last failed batches, with the reason. kept: the failed batches whose rows are retained for another
         dp_size.
@@ -125,6 +126,7 @@ class RunFacts:
     room: Room
     missing_tags: dict[str, int]
     unhealthy_reason: str
+    compaction_failed: str
     failed: dict[int, str]
     kept: frozenset[int]
     published: frozenset[int]
@@ -176,6 +178,7 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         room=room,
         missing_tags=sealing.missing_tags(state, run.config),
         unhealthy_reason=run.blocked_reason,
+        compaction_failed=run.compaction.failed,
         failed=dict(list(state.failed.items())[-SHOWN_FAILURES:]),
         kept=frozenset(state.batches_kept),
         published=frozenset(

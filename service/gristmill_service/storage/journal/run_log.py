@@ -239,8 +239,9 @@ class JournalRunLog:
         def remove() -> None:
             nonlocal is_left
             until = time.monotonic() + _REMOVAL_S
-            while is_left and time.monotonic() < until:
-                is_left = self._writer.execute(query, [limit]).rowcount > 0
+            while is_left := self._writer.execute(query, [limit]).rowcount > 0:
+                if time.monotonic() >= until:
+                    return
 
         with self._writing:
             self._replace(remove, 0)
