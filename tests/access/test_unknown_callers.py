@@ -16,10 +16,12 @@ import yaml
 
 from gristmill.v1 import run_pb2, run_pb2_grpc
 from gristmill_service.access.tokens import create_token
+from gristmill_service.access.web_tokens import WebTokens
 from gristmill_service.api.admission import Slot
 from gristmill_service.settings import Settings
 from tests.access.issuer import SUBJECT, Issuer
 from tests.on_loop import Service, on_loop
+from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS
 
 MACHINE = "127.0.0.1"
@@ -103,6 +105,21 @@ def test_who_has_a_token_goes_on_while_unknown_callers_of_the_machine_take_all_t
     assert crowded.get("/v1/runs") == 429, "no slot is left for those without a token"
     for slot in slots:
         on_loop(slot.close)
+
+
+def test_no_signature_is_checked_for_callers_that_leave(crowded: Crowded, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[str]()
+    monkeypatch.setattr(WebTokens, "caller", lambda _, token, __: checked.append(token))
+    token = crowded.issuer.token()[:-8] + "A" * 8
+    url, shown = crowded.service.http_url, {"authorization": f"Bearer {token}"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(f"{url}/v1/runs", headers=shown, trust_env=False, timeout=SOON_S)
+    assert crowded.list_runs(token, SOON_S) == "DEADLINE_EXCEEDED"
+    crowded.exhaust(f"sign-in {MACHINE}")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/session", json={"token": token}, trust_env=False, timeout=SOON_S)
+    wait_until(lambda: not crowded.admission.slots)
+    assert checked == []
 
 
 def test_a_person_signs_in_next_to_wrong_tokens_in_calls_and_at_the_sign_in(crowded: Crowded) -> None:

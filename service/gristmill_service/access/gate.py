@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -119,14 +119,15 @@ class Gate:
                 raise UnauthenticatedError("the token is unknown; request one from the service's operator")
             return self._web_tokens.known(_token_of(authorization), self._file.callers())
 
-    async def identify(self, authorization: str | None) -> Caller:
-        """Returns the caller with this header. Verifies a web token, which may need a request to its issuer. Raises
-        UnavailableError if the issuer does not answer within seconds."""
+    async def identify(self, authorization: str | None, pace: Callable[[], Awaitable[None]]) -> Caller:
+        """Returns the caller with this header. Verifies a web token, which may need a request to its issuer, after
+        awaiting `pace`. Raises UnavailableError if the issuer does not answer within seconds."""
         if (identity := self.known(authorization)) is not None:
             return identity
         assert self._web_tokens is not None
         assert self._file is not None
         assert authorization is not None
+        await pace()
         with self._noted():
             return await self._web_tokens.caller(_token_of(authorization), self._file.callers())
 

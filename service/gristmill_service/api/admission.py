@@ -251,6 +251,12 @@ class Admission:
         if delay_s := self._probing.charge(connection, _CALL_S, self.clock()):
             await asyncio.sleep(delay_s)
 
+    async def pace(self, name: str) -> None:
+        """Delays work for an unknown caller of this name if its allowance for invalid calls is exhausted. A caller that
+        leaves meanwhile costs no work."""
+        if wait_s := self._wrong_of_connection.wait_s(name, self.clock()):
+            await asyncio.sleep(min(wait_s, _LONGEST_DELAY_S))
+
     def refused(self, caller: str, connection: str, code: str, nbytes: int, spent_s: float) -> float:
         """Records that a call was refused with this status. Returns by how many seconds to delay the refusal, which
         keeps its slot meanwhile. Usually 0.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Annotated, TypeVar, cast
@@ -19,6 +20,7 @@ from gristmill.errors import UnauthenticatedError
 from gristmill_service.access.caller import ANYONE
 from gristmill_service.api.bounds import check_settings
 from gristmill_service.api.http.dependencies import ApiDep, RunDep
+from gristmill_service.api.http.guards.admitted import THROTTLED
 from gristmill_service.api.http.guards.identified import COOKIE
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
@@ -83,7 +85,8 @@ class SignedIn(BaseModel):
 @router.post("/session")
 async def sign_in(request: Request, response: Response, body: SignIn, api: ApiDep) -> SignedIn:
     """Stores a token for the page in a cookie that expires after a day."""
-    identity = await api.gate.identify(f"Bearer {body.token}")
+    pace = partial(api.admission.pace, request.scope[THROTTLED])
+    identity = await api.gate.identify(f"Bearer {body.token}", pace)
     if identity is ANYONE:
         raise UnauthenticatedError("the token is unknown; request one from the service's operator")
     # A proxy may have terminated TLS.

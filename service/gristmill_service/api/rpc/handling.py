@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -317,7 +318,7 @@ class Handling:
                 # Breaks the reference cycle of the error and this frame.
                 del refused
         if identity is None:
-            identity = await gate.identify(shown[AUTHORIZATION])
+            identity = await gate.identify(shown[AUTHORIZATION], partial(admission.pace, call.throttled))
             await slot.move(call.identified(identity), method.kind)
         if identity is ANYONE:
             gate.check(identity, method.call, None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
@@ -108,7 +109,8 @@ class Identified:
         """Returns the caller. Raises UnauthenticatedError and UnavailableError like `Gate.identify`, and
         ResourceExhaustedError if it is known and made too many invalid calls."""
         if identity is None:
-            identity = await self._gate.identify(_shown(Headers(scope=scope)))
+            pace = partial(self._admission.pace, scope[THROTTLED])
+            identity = await self._gate.identify(_shown(Headers(scope=scope)), pace)
             scope[THROTTLED] = _throttled(identity, scope)
             await scope[SLOT].move(identity.name, "call")
         if identity is not ANYONE:
