@@ -23,7 +23,7 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --genera
 	--no-emit-package colorama
 
 .PHONY: help setup dev axe pictures demo test test-slow test-laws test-all test-trainers test-later test-environments test-engines test-agents test-templates $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
-.PHONY: requirements version chart-version dist audit release-check image-test baseline formats
+.PHONY: requirements version chart-version dist audit release-check image-test baseline formats soak
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -195,6 +195,9 @@ formats: dev  ## Write the fixtures of the current journal and Redis format
 
 chaos: dev  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.tools.chaos
+
+soak: dev  ## Work for 20 minutes and find what grows: memory, descriptors, series, files, keys; MINUTES=2 for a look
+	$(BIN)/python -m tests.tools.soak --minutes $(or $(MINUTES),20) --out build/soak.json
 
 fuzz: dev  ## Fuzz everything that reads bytes of others, ten minutes each; writes findings to tests/tools/fuzz/corpus
 	$(BIN)/python -m tests.tools.fuzz --seconds $(or $(SECONDS_EACH),600) --seed $(or $(SEED),0)

@@ -107,12 +107,21 @@ def _answer(listener: socket.socket) -> None:
             client.sendall(json.dumps(_in_use()).encode() + b"\n")
 
 
-def _close_runs_after(seconds: float) -> None:
-    """Makes runs dormant after this time without calls, instead of an hour."""
-    from gristmill_service.run.runs import Runs
+def _hurry(command: str, dormant_s: float) -> None:
+    """Ends after this many seconds without calls what otherwise ends after an hour, and looks for it each second.
+    Lowers the limit of a cache of which a warm-up would fill a small part."""
+    if command == "serve":
+        from gristmill_service.run.rows import declared_prefixes
+        from gristmill_service.run.runs import Runs
 
-    defaults: Any = Runs.__init__.__kwdefaults__
-    defaults["dormant_after_s"] = seconds
+        vars(declared_prefixes)["_MOST_SUMS"] = 64
+        defaults: Any = Runs.__init__.__kwdefaults__
+        defaults["dormant_after_s"] = dormant_s
+    if command == "record":
+        from gristmill_recorder import run, server
+
+        vars(run)["_IDLE_S"] = dormant_s
+        vars(server)["_BACKGROUND_S"] = 1.0
 
 
 def main() -> None:
@@ -125,8 +134,7 @@ def main() -> None:
         sys.argv = command
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         return
-    if command[1] == "serve":
-        _close_runs_after(float(dormant_s))
+    _hurry(command[1], float(dormant_s))
     from gristmill_service.cli import main as run
 
     sys.argv = command
