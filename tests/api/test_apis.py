@@ -207,6 +207,8 @@ def test_the_groups_of_a_freed_batch_are_counted_and_answered_by_name(api: Api, 
     assert [one["uid"] for one in api.groups(run)] == ["dropped later"]
     assert api.groups(run, asked) == answers
     assert [one["state"] for one in api.groups(run, asked, 1)] == ["unknown"] * 4
+    many = [f"{number:036d}" for number in range(1000)]
+    assert [one["uid"] for one in api.groups(run, [*many, "b"])] == [*many, "b"]
     assert api.begin(run, ["a", "dropped before"]) == ["sealed", "dropped"]
     assert api.submit(run, group("a")) == ["sealed"] * 4
     assert api.abort_groups(run, ["a"], "late") == 0

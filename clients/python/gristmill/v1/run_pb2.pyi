@@ -555,7 +555,7 @@ class ListGroupsRequest(google.protobuf.message.Message):
     round: builtins.int
     @property
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Asks for these groups of the round instead, archived ones too. At most 32768 per call."""
+        """Asks for these groups of the round instead, archived ones too. At most 1024 per call."""
 
     def __init__(
         self,
@@ -608,8 +608,8 @@ class ListGroupsResponse(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     ARCHIVED_FIELD_NUMBER: builtins.int
     archived: builtins.int
-    """The number of archived groups: sealed ones whose batch is freed, and dropped ones of that time or before. The
-    service knows their state, batch and reason, and lists them only if the request names them. In the first page.
+    """The number of archived groups: closed ones whose batch is freed, which are listed only if the request names them. A
+    dropped group is archived with the batch that was collected when it was dropped. In the first page.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupStatus]: ...
