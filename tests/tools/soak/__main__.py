@@ -2,7 +2,8 @@
 
     python -m tests.tools.soak --minutes 20
 
-Exit status 0: everything is within its bound. 1: something grows beyond it. 130: Ctrl-C, after the table so far.
+Exit status 0: everything is within its bound. 1: something grows beyond it. 130: Ctrl-C or SIGTERM,
+after the table so far.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _WARM_UP_ROUNDS = 4
 
 def main() -> int:
     asked = _arguments()
+    # Its processes would go on without it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rounds, work = list[Readings](), dict[str, Work]()
     is_interrupted = False
     try:
