@@ -129,13 +129,14 @@ def of_path(path: str) -> Json:
     return _ROWS if path.endswith("/rows") else _REWARDS if path.endswith("/rewards") else DOCUMENT
 
 
-def check_json(document: bytes, most: Json, what: str = "the body") -> None:
+def check_json(document: bytes | memoryview, most: Json, what: str = "the body") -> None:
     """Raises InvalidArgumentError for a document that would take too long to parse."""
     if len(document) > most.nbytes:
         raise InvalidArgumentError(
             f"{what} exceeds {most.nbytes} bytes, the limit for JSON in this call; send less per request, or send rows "
             "as application/x-protobuf or over gRPC"
         )
+    document = bytes(document)
     if b"\0" in document:
         raise InvalidArgumentError(f"{what} is not JSON in UTF-8, or nested too deeply; send JSON")
     if sum(map(document.count, (b",", b":", b"[", b"{"))) <= most.nesting:

@@ -118,7 +118,7 @@ async def _bare() -> list[str]:
         def service(self, call: Any) -> Any:
             return grpc.stream_unary_rpc_method_handler(drop)
 
-    server = grpc.aio.server((Handlers(),), options=[("grpc.max_receive_message_length", -1)])
+    server = grpc.aio.server(handlers=(Handlers(),), options=[("grpc.max_receive_message_length", -1)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     http = uvicorn.Server(uvicorn.Config(app, port=0, http="h11", lifespan="off", log_level="critical"))

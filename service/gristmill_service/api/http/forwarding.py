@@ -79,7 +79,7 @@ class Forwarding:
             request.method,
             f"{url}?{query}" if query else url,
             headers=_headers(request, error.secret),
-            content=request.scope.get(BODY, b""),
+            content=bytes(request.scope.get(BODY, b"")),
         )
 
 

@@ -21,6 +21,7 @@ from gristmill_service.api.bounds import PROTOBUF, check_message
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ApiDep, RunDep, RunName, SlotDep
+from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.http.json_bodies import rows_of
 from gristmill_service.api.row_requests import CheckedRows, RowsRequest
 from gristmill_service.off_loop import OneByOne
@@ -71,7 +72,7 @@ _ROWS_BODY = {
 async def submit_rows(request: Request, run: RunDep, slot: SlotDep, api: ApiDep) -> models.RowsSubmitted:
     """Submits rows of any trajectories in any order. The service accepts all rows of the request or none; with
     `refuse_by_row` (JSON only) it refuses invalid rows individually."""
-    body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    body, kind = request.scope[BODY], request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == PROTOBUF:
         taken = await calls.submit_rows(api, run.name, len(body), lambda _: _from_protobuf(body))
     else:
@@ -120,7 +121,7 @@ def _refused(row: int, error: GristmillError) -> models.RefusedRow:
     return models.RefusedRow.model_validate({"row": row, **refusal(error).values})
 
 
-def _from_protobuf(body: bytes) -> RowsRequest:
+def _from_protobuf(body: bytes | memoryview) -> RowsRequest:
     try:
         check_message(body, rows_pb2.Rows.DESCRIPTOR)
         steps = row_codec.whole(submit_codec.read_rows(body))

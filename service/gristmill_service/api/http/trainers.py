@@ -18,6 +18,7 @@ from gristmill_service.api import calls
 from gristmill_service.api.calls import ShardQuery
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
+from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.config import Model
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.rollout_lines import json_lines
@@ -122,7 +123,7 @@ async def write_columns(
     incarnation: Annotated[models.Int64, Query(description="The trainer's incarnation, as returned with the shard.")],
 ) -> models.ColumnsWritten:
     """Writes columns of `source: trainer` for a shard, in the shard's shape. The same bytes again change nothing."""
-    body = await request.body()
+    body = request.scope[BODY]
     return models.ColumnsWritten(
         lacking=await calls.write_columns(api, run, batch, mini_batch, rank, incarnation, body)
     )

@@ -239,7 +239,7 @@ def _small(
     return [*small, view[at:end]]
 
 
-def read_rows(data: bytes) -> row_codec.Sent:
+def read_rows(data: Buffer) -> row_codec.Sent:
     """Reads an encoded Rows message without copying its buffers. Raises like `row_codec.read`, and
     google.protobuf.message.DecodeError for invalid bytes."""
     buffers, column_values = dict[str, memoryview](), list[memoryview]()

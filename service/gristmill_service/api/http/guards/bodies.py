@@ -7,6 +7,7 @@ import asyncio
 import zlib
 from collections.abc import Callable
 
+import numpy as np
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,7 +66,7 @@ class Bodies:
 
         await self._app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | memoryview:
         headers, slot, path = dict(scope["headers"]), scope[SLOT], scope["path"]
         check_query(scope["query_string"])
         body = await self._received(headers.get(b"content-length", b""), receive, slot)
@@ -85,13 +86,16 @@ class Bodies:
                 check_json(body, json)
             else:
                 await self._one_by_one(check_json, body, json)
+            body = bytes(body)
         await slot.came(len(body))
         return body
 
-    async def _received(self, declared: bytes, receive: Receive, slot: Slot) -> bytes:
+    async def _received(self, declared: bytes, receive: Receive, slot: Slot) -> bytes | memoryview:
         """Returns the body as it was sent. Raises InvalidArgumentError if the caller disconnects before its end."""
         length = int(declared) if declared.isdigit() else 0
         self._check_size(length)
+        # Filled while it arrives, because joining the pieces of a large body would hold up the event loop.
+        large = np.empty(length, np.uint8).data if length > SMALL_BYTES else None
         begin, pieces, size, more = asyncio.get_running_loop().time(), list[bytes](), 0, True
         while more:
             if max(length, size) > SMALL_BYTES:
@@ -105,13 +109,17 @@ class Bodies:
                 raise DeadlineExceededError(f"{arrived}; send at least {LEAST_BYTES_PER_S} bytes per second") from None
             if message["type"] == "http.disconnect":
                 raise _cut(size)
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
+            piece = message.get("body", b"")
+            size += len(piece)
             self._check_size(size)
+            if large is None:
+                pieces.append(piece)
+            elif size <= length:
+                large[size - len(piece) : size] = piece
             more = message.get("more_body", False)
         if declared.isdigit() and length != size:
             raise _cut(size)
-        return b"".join(pieces)
+        return b"".join(pieces) if large is None else large
 
     def _most(self) -> int:
         """Returns the limit for the caller. It is low for an unknown caller, which can only sign in."""
@@ -138,7 +146,7 @@ def _cut(size: int) -> InvalidArgumentError:
     return InvalidArgumentError(f"the body is incomplete: the request ended after {size} bytes; send it again")
 
 
-def _decompressed(body: bytes, most: int) -> bytes:
+def _decompressed(body: bytes | memoryview, most: int) -> bytes:
     """Decompresses the body to at most this many bytes."""
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
