@@ -26,7 +26,7 @@ from tests.tools.soak.slopes import Readings, Slope, Work, slopes
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
 # Of a table in a file or a pipe.
 _WIDTH = 120
-_LEAST_ROUNDS = 4
+_LEAST_ROUNDS = 8
 _WARM_UP_ROUNDS = 4
 
 
@@ -98,7 +98,7 @@ def _print(found: Sequence[Slope], rounds: int) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long to work; at least four rounds [20]")
+    parser.add_argument("--minutes", type=float, default=20.0, help="how long to work; at least eight rounds [20]")
     parser.add_argument("--rounds", type=int, help="work for this many rounds at most, after the warm-up")
     parser.add_argument("--batches", type=int, default=Plan().batches, help="batches of each long run in a round [30]")
     parser.add_argument("--no-warm-up", action="store_true", help="begin without the batches that fill the records")

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from gristmill import Batch, RolloutClient, TrainerClient
 from gristmill._client.connection import credentials
+from gristmill._client.rollout import rollout_core
 from gristmill.aio import AsyncRolloutClient
 
 GROUPS, SAMPLES, ABORTED = 4, 6, 4
-"""Of a batch: its groups, and of each the samples, and those that are aborted for a reason of their own. A client
-remembers the last 10,000 that it aborted, which the warm-up exceeds."""
+"""Of a batch: its groups, and of each the samples, and those that are aborted for a reason of their own."""
 CONFIG: dict[str, Any] = {
     "train_batch_size": GROUPS,
     "n_samples_per_prompt": SAMPLES,
@@ -50,18 +50,14 @@ def _uids(batch: int) -> list[str]:
 
 
 def _rows(uid: str) -> list[dict[str, Any]]:
-    """The rows of a group that is not sampled step by step: of the samples that are not aborted."""
     tokens = {"prompt_token_ids": [1, 2, 3], "response_ids": [4, 5], "loss_mask": [1, 1]}
     row = tokens | {"uid": uid, "step": 0, "is_last_step": True}
-    return [row | {"sample": sample, "reward": float(sample)} for sample in range(ABORTED, SAMPLES)]
+    return [row | {"sample": sample, "reward": float(sample)} for sample in range(SAMPLES)]
 
 
 def roll_out(client: RolloutClient, batch: int, *, is_whole: bool) -> None:
     uids = client.begin_groups(_uids(batch))
     if is_whole:
-        for uid in uids:
-            for sample in range(ABORTED):
-                client.abort_trajectory(uid, sample, reason="warm-up")
         client.submit([row for uid in uids for row in _rows(uid)])
         return
     for uid in uids:
@@ -79,8 +75,6 @@ def roll_out(client: RolloutClient, batch: int, *, is_whole: bool) -> None:
 async def roll_out_async(client: AsyncRolloutClient, batch: int, *, is_whole: bool) -> None:
     uids = await client.begin_groups(_uids(batch))
     if is_whole:
-        aborts = (client.abort_trajectory(uid, sample, reason="warm-up") for uid in uids for sample in range(ABORTED))
-        await asyncio.gather(*aborts)
         await client.submit([row for uid in uids for row in _rows(uid)])
         return
 
@@ -126,6 +120,8 @@ def main() -> None:
     _, kind, addresses, run = sys.argv
     # Renewed certificates are looked for at each connection, instead of every five seconds.
     vars(credentials)["_LOOK_S"] = 0.1
+    # Instead of 10,000 aborted trajectories, which no warm-up would reach.
+    vars(rollout_core)["_ABORTS"] = 100
     last_first = ",".join(reversed(addresses.split(",")))
     with TrainerClient(last_first, run, 0, auto_commit=True) as trainer:
         batches = iter(trainer)

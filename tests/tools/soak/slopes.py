@@ -59,7 +59,7 @@ def bound_of(quantity: str, work: Work, usual: float) -> float:
     match quantity:
         case "bytes":
             # A closed group, and a kept run, as docs/operations.md has them.
-            return 60_000 + 20 * work.groups + 20_000 * work.kept + records
+            return 80_000 + 20 * work.groups + 20_000 * work.kept + records
         case "client bytes":
             # A client remembers the last 100,000 groups that it began, in a table that grows in large steps.
             return 90_000 + 160 * work.groups
@@ -76,6 +76,6 @@ def bound_of(quantity: str, work: Work, usual: float) -> float:
             # It reads the report of each dormant run.
             return 0.3 + 0.15 * work.kept
         case _ if quantity.endswith(", ms"):
-            return max(0.3, 0.02 * usual)
+            return max(0.5, 0.05 * usual)
         case _:
             return 0.34
