@@ -179,7 +179,7 @@ class JournalRunLog:
             self._room.check_snapshot(self._snapshot.nbytes, self.reusable)
             with self._writing, explained(self._path):
                 self._check_open()
-                [[last]] = self._writer.execute("SELECT max(number) FROM pieces").fetchall()
+                [[last]] = self._writer.execute("SELECT max(rowid) FROM pieces").fetchall()
             first, nbytes = (last or 0) + 1, 0
             # From now on, there are pieces to remove, of this snapshot or of the one before.
             self._has_replaced, number = True, first - 1
@@ -298,7 +298,8 @@ class JournalRunLog:
     def retain(self, numbers: Collection[int]) -> set[int]:
         with self._reading, explained(self._path):
             self._check_open()
-            stored = {number for [number] in self._reader.execute("SELECT number FROM tables")}
+            # A damaged schema may have no numbers, but always has rowids, which are the same.
+            stored = {number for [number] in self._reader.execute("SELECT rowid FROM tables")}
         self.first_number = max(self.first_number, max(stored, default=-1) + 1)
         self.remove(stored.difference(numbers))
         self._delete_removed()
