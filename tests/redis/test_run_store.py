@@ -22,6 +22,7 @@ from gristmill.errors import (
 from gristmill_service.storage.redis.connection import RedisAddress, connect
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.scripts import COMPACT, Script
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, keys, row_keys, same, started, stored
@@ -108,6 +109,39 @@ class TestRunStore:
         assert {*outcomes} == {b"before", b"after"}
         other.sweep(names)
         assert len([key for key in keys(store) if ":snapshot:" in key]) == 2 * len(names)
+
+    @pytest.mark.parametrize("lost", ["a piece", "the snapshot"])
+    def test_nothing_is_removed_for_a_snapshot_of_which_a_failover_loses_a_part(
+        self, store: RedisRunStore, monkeypatch: pytest.MonkeyPatch, lost: str
+    ) -> None:
+        log = store.create("run", b"{}")
+        started(log)
+        log.append(b"before", {})
+        compact(log, b"first")
+        log.append(b"between", {})
+        head, step = store._keys("run").head, store._scripts.step
+        earlier = keys(store)
+        [snapshot] = store._client.hmget(head, "snapshot")
+
+        def pieces() -> Iterator[bytes]:
+            yield b"all "
+            if lost == "a piece":
+                store._client.delete(*keys(store) - earlier)
+            yield b"before"
+
+        def fail_over(script: Script, *arguments: Any, **more: Any) -> Any:
+            outcome = step(script, *arguments, **more)
+            if script is COMPACT and lost == "the snapshot":
+                store._client.hset(head, "snapshot", snapshot)
+            return outcome
+
+        monkeypatch.setattr(store._scripts, "step", fail_over)
+        with pytest.raises(LogLostError, match="Redis has lost a part of"):
+            log.compact(log.end, pieces())
+        assert log.is_lost
+        log.close()
+        replay = store.open("run").replay()
+        assert (snapshot_in(replay), list(replay.records), replay.is_short()) == (b"first", [b"between"], False)
 
     def test_a_log_of_many_records_is_read_in_order(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")

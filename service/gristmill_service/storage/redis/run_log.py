@@ -337,16 +337,13 @@ class RedisRunLog:
                 with suppress(*REDIS_ERRORS):
                     unlink(self._client, structs.replace(made, pieces=made.pieces + 1).keys)
                 raise
-            self.step(COMPACT, made.encode())
+            self.step(COMPACT, made.encode(), more=made.keys)
             before, self._snapshot, self._compacted = self._snapshot, made, end.nbytes
             # Removes records in parts, so that Redis answers others in between.
             first = before.number if before else 0
             for _ in range(first, end.number, TRIMMED_AT_ONCE):
-                self.step(TRIM, f"{end.number}-0", "~")
-            self.step(TRIM, f"{end.number}-0", "=")
-            if before is not None:
-                with suppress(*REDIS_ERRORS):
-                    unlink(self._client, before.keys)
+                self.step(TRIM, made.encode(), f"{end.number}-0", "~")
+            self.step(TRIM, made.encode(), f"{end.number}-0", "=", more=before.keys if before else ())
 
     def _check_open(self) -> None:
         """Raises UnavailableError if a snapshot cannot be written, because of too little memory, or another owner."""

@@ -157,14 +157,22 @@ redis.call('HSET', KEYS[1], 'last', ARGV[3], 'generation', ARGV[5])
 """)
 # ARGV: token, a field of the head, its value.
 NOTE = _fenced("redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])")
-# ARGV: token, the snapshot's description.
-COMPACT = _fenced("redis.call('HSET', KEYS[1], 'snapshot', ARGV[2])")
+# KEYS: the snapshot's pieces, of which a failover may have lost some. ARGV: token, the snapshot's description.
+COMPACT = _fenced("""
+for number = 5, #KEYS do
+  if redis.call('EXISTS', KEYS[number]) == 0 then return {'lost'} end
+end
+redis.call('HSET', KEYS[1], 'snapshot', ARGV[2])
+""")
 TRIMMED_AT_ONCE = 1000
 """About how many entries TRIM removes with "~"."""
-# Removes entries that a snapshot includes. ARGV: token, the new first entry of the log, "=" to remove all before it.
+# Removes entries that a snapshot includes, and pieces of the one before, unless a failover has lost the snapshot. KEYS:
+# the pieces. ARGV: token, the snapshot's description, the new first entry of the log, "=" to remove all before it.
 TRIM = _fenced(f"""
-if ARGV[3] == '=' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
-else redis.call('XTRIM', KEYS[2], 'MINID', '~', ARGV[2], 'LIMIT', {TRIMMED_AT_ONCE}) end
+if redis.call('HGET', KEYS[1], 'snapshot') ~= ARGV[2] then return {{'lost'}} end
+if ARGV[4] == '=' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[3])
+else redis.call('XTRIM', KEYS[2], 'MINID', '~', ARGV[3], 'LIMIT', {TRIMMED_AT_ONCE}) end
+for number = 5, #KEYS do redis.call('UNLINK', KEYS[number]) end
 """)
 # KEYS: the staged batch, the published batch. ARGV: token, the nonce of the staged batch.
 PUBLISH = _fenced("""
