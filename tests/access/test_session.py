@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import time
 from typing import Any
 
 import grpc
@@ -83,6 +84,16 @@ def test_cookies_of_other_programs_are_passed_over(guarded: Guarded, browser: ht
     cookie = f'{{"a": 1}}=b; c="d; gristmill_token={guarded.tokens["viewer"]}'
     with browser:
         assert browser.get("/v1/overview", headers={"cookie": cookie}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/v1/overview"])
+@pytest.mark.parametrize("name", ["other", "gristmill_token"])
+def test_cookies_take_no_time_however_they_are_quoted(browser: httpx.Client, name: str, path: str) -> None:
+    cookie = name + '="' + '\\"' * 25_000 + '"'
+    began = time.process_time()
+    with browser:
+        browser.get(path, headers={"cookie": cookie})
+    assert time.process_time() - began < 1.0, "it is quadratic in some versions of Python, and took 5 s"
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
+import grpc
 import pytest
 
 from gristmill.errors import GristmillError, TooLargeError
 from gristmill.v1 import rollout_pb2, rows_pb2, trainer_pb2
 from gristmill_service.api import bounds
 from gristmill_service.api.bounds import MOST_ENTRIES, Json, check_json, check_message, check_settings
+from tests.api.apis import row, rows_message
 from tests.tools.bench import largest
 from tests.tools.bench.largest import MIB, Request
 from tests.tools.bench.stalls import Stall, Stalls
@@ -83,6 +88,43 @@ def check(stall: Stall) -> None:
 def stall_of(stall: Stall) -> tuple[Any, ...]:
     request: Request = stall.request
     return request.way, request.name, len(request.body), stall.beats, stall.status
+
+
+def test_rows_in_several_tables_of_a_request_are_counted_together(stalls: Stalls) -> None:
+    half = rows_message([row("u", 0)] * (MOST_ENTRIES // 2 + 1))
+    request = rollout_pb2.SubmitRowsRequest(run=largest.RUN, rows=half).SerializeToString()
+    half.tokens, half.loss_mask = half.tokens * 2, half.loss_mask * 2
+    request += rollout_pb2.SubmitRowsRequest(rows=half).SerializeToString()
+    with grpc.insecure_channel(stalls.service.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")(
+            request, metadata=(("authorization", "Bearer token-0"),)
+        )
+    assert "rows has 1026 entries or more, and the limit is 1024" in refused.value.details()
+
+
+def test_a_body_in_tiny_chunks_holds_up_nobody(stalls: Stalls) -> None:
+    head = f"POST /v1/runs/{largest.RUN}/rows HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer token-0\r\n"
+    stalls.service.read()
+    with opened(stalls) as wire:
+        wire.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n")
+        assert b" 422 " in wire.recv(100)
+    assert stalls.service.read().computed_s < LONGEST_S
+
+
+def test_a_url_may_name_as_many_groups_as_a_request_in_several_pieces_too(stalls: Stalls) -> None:
+    names = "&".join(f"uids=the-name-of-a-group-with-a-number-{number:04}" for number in range(MOST_ENTRIES))
+    with opened(stalls) as wire:
+        wire.sendall(f"GET /v1/runs/{largest.RUN}/groups?{names[:20_000]}".encode())
+        time.sleep(0.05)
+        rest = f"{names[20_000:]} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer token-0\r\n\r\n"
+        wire.sendall(rest.encode())
+        assert b" 200 OK" in wire.recv(100)
+
+
+def opened(stalls: Stalls) -> socket.socket:
+    """A connection to the service's HTTP API."""
+    where = urlsplit(stalls.service.http_url)
+    return socket.create_connection((where.hostname, where.port), timeout=60)
 
 
 # --- The checks by themselves

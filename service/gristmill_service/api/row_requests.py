@@ -10,6 +10,7 @@ import numpy as np
 from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.columns import Int64s
 from gristmill.errors import GristmillError, InvalidArgumentError, TooLargeError
+from gristmill_service.api.bounds import check_count
 from gristmill_service.run.machine.answers import Outcome, Taken
 
 
@@ -27,7 +28,9 @@ class RowsRequest(NamedTuple):
 
     @classmethod
     def of(cls, sent: Sent, by_row: bool) -> RowsRequest:
+        """Raises TooLargeError for too many rows: those of a message that contains `rows` several times are merged."""
         steps = sent.steps
+        check_count("rows", len(steps))
         return cls(
             len(steps),
             lambda rows: sent if rows is None else sent.take(rows),

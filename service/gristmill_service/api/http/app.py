@@ -27,7 +27,7 @@ from gristmill_service.api.http.dependencies import ApiDep
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.guards.admitted import Admitted
 from gristmill_service.api.http.guards.bodies import Bodies
-from gristmill_service.api.http.guards.browsers import ErrorsInBody, HostNames, SameOrigin
+from gristmill_service.api.http.guards.browsers import ErrorsInBody, HostNames, OwnCookie, SameOrigin
 from gristmill_service.api.http.guards.identified import Identified, authorize, recognizer
 from gristmill_service.api.http.guards.observed import Observed
 from gristmill_service.monitoring.views.batch_view import BatchViewCache
@@ -90,6 +90,7 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
     app.add_middleware(Observed, metrics=api.metrics)
     # This is outside of metrics and traces, which record the original status.
     app.add_middleware(ErrorsInBody)
+    app.add_middleware(OwnCookie)
     return app
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Annotated, TypeVar, cast
+from urllib.parse import quote
 
 import xxhash
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -21,7 +22,7 @@ from gristmill_service.access.caller import ANYONE
 from gristmill_service.api.bounds import check_settings
 from gristmill_service.api.http.dependencies import ApiDep, RunDep
 from gristmill_service.api.http.guards.admitted import THROTTLED
-from gristmill_service.api.http.guards.identified import COOKIE
+from gristmill_service.api.http.guards.browsers import COOKIE
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health import health
@@ -91,7 +92,8 @@ async def sign_in(request: Request, response: Response, body: SignIn, api: ApiDe
         raise UnauthenticatedError("the token is unknown; request one from the service's operator")
     # A proxy may have terminated TLS.
     schemes = (request.url.scheme, request.headers.get("x-forwarded-proto"))
-    response.set_cookie(COOKIE, body.token, max_age=_DAY_S, httponly=True, samesite="strict", secure="https" in schemes)
+    value, is_secure = quote(body.token, safe=""), "https" in schemes
+    response.set_cookie(COOKIE, value, max_age=_DAY_S, httponly=True, samesite="strict", secure=is_secure)
     return SignedIn(name=identity.name, roles=sorted(identity.roles))
 
 

@@ -20,6 +20,8 @@ from gristmill_service.settings import split_address
 _log = structlog.get_logger(__name__)
 
 _UNSENT_BYTES = 128 << 10
+_HEADERS_BYTES = 64 << 10
+"""The limit of a request's line and headers: the URL may name 1,024 groups."""
 
 
 class HttpServer:
@@ -52,6 +54,7 @@ class HttpServer:
             server_header=False,
             # The caller's address is that of the connection's peer; headers with another address are ignored.
             proxy_headers=False,
+            h11_max_incomplete_event_size=_HEADERS_BYTES,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
         config.load()

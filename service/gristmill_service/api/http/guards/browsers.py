@@ -17,6 +17,9 @@ _MISDIRECTED, _FORBIDDEN = 421, 403
 STATUS = "gristmill-status"
 """The header that contains the original status of an answer."""
 _PREFERENCE = "errors=body"
+
+COOKIE = "gristmill_token"
+"""The cookie that a browser sends instead of a header, after sign-in. Its value is percent-encoded."""
 _SHOWN = frozenset([401, 429])
 
 
@@ -35,6 +38,27 @@ class HostNames:
         message = f"the host {shown(host)} is not a name of this service; add it to http_host_names"
         body = error_body("PERMISSION_DENIED", "PermissionDeniedError", message)
         await JSONResponse(body, _MISDIRECTED)(scope, receive, send)
+
+
+class OwnCookie:
+    """ASGI middleware that removes all cookies but the one with a token. Some versions of Python take seconds to
+    unquote a cookie of 60 KB with backslashes (CVE-2024-7592), and frameworks parse the cookies of every request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"] if scope["type"] == "http" else []
+        if cookies := [value for name, value in headers if name == b"cookie"]:
+            own = [one for one in b";".join(cookies).split(b";") if _is_token(one)]
+            others = [(name, value) for name, value in headers if name != b"cookie"]
+            scope["headers"] = others + [(b"cookie", one.strip()) for one in own[-1:]]
+        await self._app(scope, receive, send)
+
+
+def _is_token(cookie: bytes) -> bool:
+    name, _, value = cookie.partition(b"=")
+    return name.strip() == COOKIE.encode() and b"\\" not in value
 
 
 class SameOrigin:

@@ -29,6 +29,10 @@ ABORT = "gristmill.abort"
 UNREAD_S = 60.0
 """Seconds after which a connection is aborted if its peer does not read the answer."""
 
+_READ_BYTES, _FIRST_READ_BYTES = 256 << 10, 8 << 10
+"""How much is read at once of a body whose length is known, and of anything else: a connection's bytes are parsed as a
+whole, and a chunk, a header or a request may have a few bytes, and each takes some 15 µs."""
+
 _HANDSHAKE_S = 5.0
 _TLS_TIMES = {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": 1.0}
 # By default asyncio allocates 256 KiB per encrypted connection; TLS records have at most 16 KiB.
@@ -150,6 +154,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         # Otherwise tens of kilobytes could remain unread without a timeout.
         transport.set_write_buffer_limits(high=1, low=0)
+        self._read_at_most(_FIRST_READ_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
@@ -159,7 +164,14 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        is_long = self.conn.their_state is h11.SEND_BODY and any(name == b"content-length" for name, _ in self.headers)
+        self._read_at_most(_READ_BYTES if is_long else _FIRST_READ_BYTES)
         self._watch()
+
+    def _read_at_most(self, nbytes: int) -> None:
+        transport: Any = self.transport
+        # Of asyncio's unencrypted transports; an encrypted one has a limit of its own.
+        transport.max_size = nbytes
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

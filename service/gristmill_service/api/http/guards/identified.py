@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import unquote
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
@@ -22,11 +23,9 @@ from gristmill_service.api.errors import error_response
 from gristmill_service.api.http import models
 from gristmill_service.api.http.guards.admitted import SLOT, THROTTLED, address_of
 from gristmill_service.api.http.guards.bodies import BODY
+from gristmill_service.api.http.guards.browsers import COOKIE
 
 _RANK = TypeAdapter(models.Int32)
-
-COOKIE = "gristmill_token"
-"""The cookie that a browser sends instead of the header, after sign-in."""
 
 # These calls name the run or the rank in the body. All other calls name them in the path or the query.
 _NAMED_IN_BODY = frozenset(["create_run", "acknowledge"])
@@ -128,7 +127,7 @@ def _shown(headers: Headers) -> str | None:
         return shown
     # SimpleCookie fails on cookies that other programs on the same host may have set.
     cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
-    return None if cookie is None else f"Bearer {cookie}"
+    return None if cookie is None else f"Bearer {unquote(cookie)}"
 
 
 async def authorize(request: Request) -> None:
