@@ -245,6 +245,25 @@ def test_a_run_that_cannot_be_marked_stays_open(serve: Serve, clock: Clock) -> N
     assert runs.leases()["dormant"] == 0
 
 
+def test_a_mark_that_cannot_be_read_concerns_its_run_alone(serve: Serve, clock: Clock, tmp_path: Path) -> None:
+    runs, _ = serve()
+    for name in ("run", "damaged"):
+        finished(runs, name)
+    await_dormant(runs, clock)
+    mark = tmp_path / "run-damaged" / "dormant.json"
+    mark.unlink()
+    mark.mkdir()
+    (tmp_path / "run-lost").symlink_to("x" * 300)
+    runs, store = serve()
+    assert store.opened == ["lost"]
+    assert [*runs.descriptions(runs.names())] == ["run"]
+    assert "File name too long" in runs.unreadable["lost"]
+    with pytest.raises(UnavailableError, match="Is a directory"):
+        runs.get("damaged")
+    runs.delete("damaged")
+    assert runs.names() == ["lost", "run"]
+
+
 def test_a_description_of_another_version_is_not_shown(serve: Serve) -> None:
     assert reported(b'{"now":1.0}') is None
     assert reported(b"{") is None
