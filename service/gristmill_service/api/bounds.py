@@ -133,8 +133,8 @@ def check_json(document: bytes | memoryview, most: Json, what: str = "the body")
     """Raises InvalidArgumentError for a document that would take too long to parse."""
     if len(document) > most.nbytes:
         raise InvalidArgumentError(
-            f"{what} exceeds {most.nbytes} bytes, the limit for JSON in this call; send less per request, or send rows "
-            "as application/x-protobuf or over gRPC"
+            f"{what} exceeds {most.nbytes} bytes, the limit for JSON in this call; send less per request, or send it "
+            "over gRPC, or rows as application/x-protobuf"
         )
     document = bytes(document)
     if b"\0" in document:
@@ -148,7 +148,8 @@ def check_json(document: bytes | memoryview, most: Json, what: str = "the body")
     for count, limit, name in ((lists, most.lists, "lists and objects"), (lists + commas, most.entries, "values")):
         if count > limit:
             raise InvalidArgumentError(
-                f"{what} has {count} {name}, and the limit for JSON in this call is {limit}; send less per request"
+                f"{what} has {count} {name}, and the limit for JSON in this call is {limit}; send less per request, or "
+                "send it over gRPC"
             )
     closed = (outside == ord("]")) | (outside == ord("}"))
     if np.cumsum(opened.astype(np.int8) - closed, dtype=np.int32).max(initial=0) > most.nesting:
