@@ -16,7 +16,7 @@ import pytest
 from gristmill.errors import GristmillError, TooLargeError
 from gristmill.v1 import rollout_pb2, rows_pb2, trainer_pb2
 from gristmill_service.api import bounds
-from gristmill_service.api.bounds import MOST_ENTRIES, Json, check_json, check_message, check_settings
+from gristmill_service.api.bounds import MOST_ENTRIES, MOST_RANKS, Json, check_json, check_message, check_settings
 from tests.api.apis import row, rows_message
 from tests.tools.bench import largest
 from tests.tools.bench.largest import MIB, Request
@@ -146,14 +146,14 @@ def test_each_list_of_a_message_may_have_as_many_entries_as_a_request_decides_on
         table = rows_pb2.Rows(uids=["u"] * 9, rewards=[0.5] * count, prefix_checksums=[1] * count, columns=columns)
         return rollout_pb2.SubmitRowsRequest(run="r", rows=table).SerializeToString()
 
-    for make, message in (
-        (rewards, rollout_pb2.SetRewardsRequest),
-        (ranks, trainer_pb2.ResumeRequest),
-        (rows, rollout_pb2.SubmitRowsRequest),
+    for make, message, most in (
+        (rewards, rollout_pb2.SetRewardsRequest, MOST_ENTRIES),
+        (ranks, trainer_pb2.ResumeRequest, MOST_RANKS),
+        (rows, rollout_pb2.SubmitRowsRequest, MOST_ENTRIES),
     ):
-        check_message(make(MOST_ENTRIES), message.DESCRIPTOR)
-        with pytest.raises(TooLargeError, match="entries or more, and the limit is 1024 per request; send several"):
-            check_message(make(MOST_ENTRIES + 1), message.DESCRIPTOR)
+        check_message(make(most), message.DESCRIPTOR)
+        with pytest.raises(TooLargeError, match=f"entries or more, and the limit is {most} per request; send several"):
+            check_message(make(most + 1), message.DESCRIPTOR)
 
 
 @pytest.mark.parametrize("cut", range(1, 40))

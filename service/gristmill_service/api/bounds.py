@@ -19,8 +19,10 @@ from gristmill._wire.codecs.varints import fields
 from gristmill.errors import InvalidArgumentError, TooLargeError
 
 MOST_ENTRIES = 1 << 10
-"""How many rows, groups, trajectories, rewards, ranks or names a request lists. Deciding on each takes some 40 µs on
-the event loop, and a request is decided on as a whole."""
+"""How many rows, groups, trajectories, rewards or names a request lists. Deciding on each takes some 40 µs on the event
+loop, and a request is decided on as a whole."""
+MOST_RANKS = 1 << 13
+"""How many ranks a message lists, in one message because they begin together. Each takes some 4 µs."""
 
 _SMALL_BYTES, _LISTS_BYTES = 1 << 20, 4 << 20
 _UNBOUNDED = frozenset(["submit_rows", "write_columns"])
@@ -76,9 +78,10 @@ def _count(data: bytes | memoryview, begin: int, end: int, known: Mapping[int, _
 
 def check_count(name: str, count: int) -> None:
     """Raises TooLargeError if a list has too many entries."""
-    if count > MOST_ENTRIES:
+    most = MOST_RANKS if name == "ranks" else MOST_ENTRIES
+    if count > most:
         raise TooLargeError(
-            f"{name} has {count} entries or more, and the limit is {MOST_ENTRIES} per request; send several requests"
+            f"{name} has {count} entries or more, and the limit is {most} per request; send several requests"
         )
 
 

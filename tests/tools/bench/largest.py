@@ -18,7 +18,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from gristmill._wire.codecs import submit_codec, tensor_file
 from gristmill._wire.codecs.varints import varint
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
-from gristmill_service.api.bounds import DOCUMENT, MOST_ENTRIES, PROTOBUF, most_bytes
+from gristmill_service.api.bounds import DOCUMENT, MOST_ENTRIES, MOST_RANKS, PROTOBUF, most_bytes
 from tests.api.apis import CONFIG, row, rows_message
 
 RUN = "r"
@@ -179,11 +179,11 @@ def _settings(number: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _ranks(number: int) -> Iterator[tuple[str, bytes]]:
-    yield "ranks", _message(trainer_pb2.GetBatchRequest(run=RUN, ranks=range(MOST_ENTRIES)))
+    yield "ranks", _message(trainer_pb2.GetBatchRequest(run=RUN, ranks=range(MOST_RANKS)))
 
 
 def _begun_ranks(number: int) -> Iterator[tuple[str, bytes]]:
-    yield "ranks", _message(trainer_pb2.ResumeRequest(run=RUN, ranks=range(MOST_ENTRIES)))
+    yield "ranks", _message(trainer_pb2.ResumeRequest(run=RUN, ranks=range(MOST_RANKS)))
 
 
 def _columns(number: int) -> Iterator[tuple[str, bytes]]:
