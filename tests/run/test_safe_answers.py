@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gristmill.errors import AlreadyExistsError, GristmillError, UnavailableError
+from gristmill_service.run.compaction import Compaction
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate, Sealed
 from gristmill_service.run.machine.decisions import sealing
 from gristmill_service.run.machine.decisions.resume import Checkpoint
@@ -231,8 +232,8 @@ class TestNothingIsRemovedOrBuiltBeforeItsEventIsSafe:
         held, writer = HeldAppends(bench.log), bench.run._writer
         end, sealed = writer.commits._end, list[Sealed]()
 
-        def end_and_seal(number: int, error: BaseException | None) -> None:
-            end(number, error)
+        def end_and_seal(number: int, error: BaseException | None, compaction: Compaction | None) -> None:
+            end(number, error, compaction)
             # Before what waited for this record goes on.
             if not sealed:
                 held.hold()
