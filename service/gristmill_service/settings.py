@@ -432,7 +432,8 @@ def _explain(error: ErrorDetails, flags: Mapping[str, Any], kind: type[BaseSetti
     if error["type"] == "extra_forbidden":
         return f"{origin}: unknown setting {name}; expected one of {', '.join(kind.model_fields)}"
     is_secret = kind.model_fields[name].annotation == SecretStr | None
-    value = "" if is_secret else f" is {error['input']!r}"
+    given = str(error["input"]) if isinstance(error["input"], Path) else error["input"]
+    value = "" if is_secret else f" is {given!r}"
     return f"{origin}: {name}{value}: {reason[:1].lower()}{reason[1:]}"
 
 

@@ -59,11 +59,17 @@ def test_nor_do_the_client_for_asyncio_and_the_recorder(tmp_path: Path, monkeypa
             asyncio.run(work)
 
 
-@pytest.mark.parametrize("command", ["status", "top", "tail r", "runs delete r --yes", "doctor", "export r 0 --out x"])
+@pytest.mark.parametrize("command", ["status", "top", "tail r", "runs delete r --yes", "export r 0 --out x"])
 def test_nor_does_a_command(command: str) -> None:
     done = gristmill(*command.split(), "--address", OTHERS[0], GRISTMILL_TOKEN="secret")
     assert done.returncode != 0
     assert "sent to gristmill:50051 in plain text" in done.stderr
+
+
+def test_nor_does_doctor_which_reports_it() -> None:
+    done = gristmill("doctor", "--address", OTHERS[0], GRISTMILL_TOKEN="secret")
+    assert done.returncode == 1
+    assert "WRONG  credentials: token: it would be sent to gristmill:50051 in plain text" in done.stdout
 
 
 def test_nor_does_a_command_over_http(tmp_path: Path) -> None:

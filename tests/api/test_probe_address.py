@@ -188,7 +188,7 @@ def test_the_doctor_asks_it_as_it_asks_the_other_address() -> None:
         for url in (service.http_url, str(service.probe_url)):
             place = url.removeprefix("http://")
             asked = ("--store", "memory", "--address", service.grpc_address, "--http-address", place)
-            done = gristmill("doctor", *asked, "--probe-address", "0.0.0.0:8081")
+            done = gristmill("doctor", *asked, "--probe-address", str(service.probe_url).removeprefix("http://"))
             assert (done.returncode, f"HTTP at {place}: answers, and is ready" in done.stdout) == (0, True), done.stdout
 
 

@@ -11,11 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
+from gristmill import Credentials
+from gristmill_service.access.tokens import create_token
 from gristmill_service.cli import checks
 from gristmill_service.cli.watch.service_client import Replica
+from gristmill_service.settings import Settings
 from tests.cli.terminal import gristmill
 from tests.on_loop import Service
 from tests.redis.servers import HOST, RedisServer, wait_until
+from tests.serving import FREE_PORTS
 
 
 def addresses(service: Service) -> tuple[str, ...]:
@@ -42,6 +46,42 @@ def test_a_service_that_is_unreachable_is_wrong_over_both_apis() -> None:
     assert status == 1
     for api in ("gRPC", "HTTP"):
         assert "gristmill serve" in by_name[f"{api} at 127.0.0.1:1"]["remedy"]
+
+
+def test_the_port_of_probes_is_checked_where_it_is_set(service: Service) -> None:
+    _, port = service.http_url.rsplit(":", 1)
+    assert (
+        gristmill("doctor", "--store", "memory", *addresses(service), "--probe-address", f"0.0.0.0:{port}").returncode
+        == 0
+    )
+    status, by_name = checked("--store", "memory", *addresses(service), "--probe-address", "0.0.0.0:1")
+    assert status == 1
+    assert "--probe-address" in by_name["HTTP at 127.0.0.1:1"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"GRISTMILL_TOKEN": "unknown"}, "the token is unknown"),
+        ({}, "requires a token"),
+        ({"GRISTMILL_TOKEN_FILE": "/none"}, "/none"),
+        ({"GRISTMILL_TLS": "yes"}, "set it to 1 or 0"),
+    ],
+)
+def test_wrong_credentials_are_one_line_among_the_others(
+    environment: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    create_token(tmp_path / "tokens.yaml", "boss", ["admin"], ["*"], None)
+    service = Service(Settings(**FREE_PORTS, store="memory", tokens_file=tmp_path / "tokens.yaml"))
+    service.start()
+    try:
+        done = gristmill("doctor", "--store", "memory", *addresses(service), **environment)
+    finally:
+        service.stop()
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("WRONG  ")]
+    assert line.startswith("WRONG  credentials: ")
+    assert words in line
 
 
 def test_a_wrong_setting_is_reported_and_the_rest_is_checked_all_the_same(service: Service) -> None:
@@ -113,7 +153,7 @@ def test_a_busy_server_that_sends_an_earlier_date_once_has_no_wrong_clock(monkey
         return httpx.Response(200, headers={"date": date})
 
     monkeypatch.setattr(httpx.Client, "get", answer)
-    assert [check.is_well for check in checks.over_http("host:8080")] == [True, True]
+    assert [check.is_well for check in checks.over_http("host:8080", Credentials())] == [True, True]
     assert not ages
 
 

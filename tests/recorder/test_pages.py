@@ -186,5 +186,5 @@ def test_a_recorder_without_its_token_does_not_start(tmp_path: Path, content: by
     token = tmp_path / "token"
     if content is not None:
         token.write_bytes(content)
-    with pytest.raises(InvalidArgumentError, match=f"--end-token-file: .*{problem}"):
-        load(RecorderSettings, {"upstream": "http://vllm", "end_token_file": str(token)})
+    with pytest.raises(InvalidArgumentError, match=f"--end-token-file: end_token_file is '{token}': .*{problem}"):
+        load(RecorderSettings, {"upstream": "http://vllm", "end_token_file": token})

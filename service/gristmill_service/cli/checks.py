@@ -112,23 +112,37 @@ def check_redis(settings: Settings) -> Iterator[Check]:
         yield Check(subject, "answers, and is configured as in docs/operations.md")
 
 
-def check_replicas(address: str, http_port: int) -> Iterator[Check]:
-    """Checks each replica of the address over gRPC, and over HTTP on the same host.
+def check_replicas(address: str, http_port: int, probe_port: int | None = None) -> Iterator[Check]:
+    """Checks each replica of the address over gRPC, and on the same host over HTTP and, if there is one, at the probes'
+    port.
 
     Raises InvalidArgumentError for an invalid address.
     """
-    with connect(address, "gristmill doctor") as client:
-        replicas = client.replicas()
-        for replica in replicas:
-            yield from over_grpc(replica)
-        if any(replica.is_reached for replica in replicas):
-            try:
+    names = addresses_of(address)
+    try:
+        credentials = Credentials()
+    except GristmillError as error:
+        yield _wrong_credentials(error)
+        return
+    try:
+        with connect(address, "gristmill doctor") as client:
+            replicas = client.replicas()
+            for replica in replicas:
+                yield from over_grpc(replica)
+            if any(replica.is_reached for replica in replicas):
                 yield Check("credentials", f"accepted, {counted(len(client.names()), 'run is', 'runs are')} visible")
-            except GristmillError as error:
-                yield Check("credentials", str(error), "see docs/security.md")
-    for name in addresses_of(address):
+    except GristmillError as error:
+        yield _wrong_credentials(error)
+    for name in names:
         host = "127.0.0.1" if name.startswith("unix:") else split_address(name)[0]
-        yield from over_http(f"[{host}]:{http_port}" if ":" in host else f"{host}:{http_port}")
+        host = f"[{host}]" if ":" in host else host
+        yield from over_http(f"{host}:{http_port}", credentials)
+        if probe_port is not None:
+            yield next(over_http(f"{host}:{probe_port}", credentials, "--probe-address"))
+
+
+def _wrong_credentials(error: GristmillError) -> Check:
+    return Check("credentials", str(error), "see docs/security.md")
 
 
 def over_grpc(replica: Replica) -> Iterator[Check]:
@@ -152,8 +166,7 @@ def over_grpc(replica: Replica) -> Iterator[Check]:
         )
 
 
-def over_http(place: str) -> Iterator[Check]:
-    credentials = Credentials()
+def over_http(place: str, credentials: Credentials, setting: str = "--http-address") -> Iterator[Check]:
     url = f"{'https' if credentials.is_encrypted else 'http'}://{place}/readyz"
     try:
         with httpx.Client(verify=trust(credentials), timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
@@ -163,7 +176,7 @@ def over_http(place: str) -> Iterator[Check]:
                 time.sleep(_DATE_S)
                 answer, difference = _with_clock(client, place, url)
     except (httpx.HTTPError, OSError) as error:
-        yield Check(f"HTTP at {place}", f"no answer ({error})", _START.format("port with --http-address"))
+        yield Check(f"HTTP at {place}", f"no answer ({error})", _START.format(f"port with {setting}"))
         return
     if answer.is_success:
         yield Check(f"HTTP at {place}", "answers, and is ready")

@@ -37,8 +37,9 @@ def doctor(*, address: str | None, as_json: bool, **flags: object) -> None:
     """Check a service's environment, one check per line; each failed check names a remedy.
 
     Accepts the flags, environment and settings file of `gristmill serve`, and checks: these settings; whether each
-    replica answers over gRPC and HTTP, accepts the credentials in the environment, and has this machine's version and
-    time; the size and free space of shared memory and journal on this machine; and the settings of Redis.
+    replica answers over gRPC and HTTP, also at --probe-address if it is set, accepts the credentials in the
+    environment, and has this machine's version and time; the size and free space of shared memory and journal on this
+    machine; and the settings of Redis.
 
     Exit status 0: all checks passed. 1: a check failed.
 
@@ -82,7 +83,9 @@ def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
         settings = Settings.model_construct()
     yield from check_machine(settings)
     yield from check_redis(settings)
-    yield from check_replicas(address or _reached(settings.grpc_address), split_address(settings.http_address)[1])
+    probe_port = None if settings.probe_address is None else split_address(settings.probe_address)[1]
+    http_port = split_address(settings.http_address)[1]
+    yield from check_replicas(address or _reached(settings.grpc_address), http_port, probe_port)
 
 
 def _reached(listens: str) -> str:

@@ -195,7 +195,7 @@ async def run_settings(run: RunDep) -> RunSettings:
 async def find_groups(
     run: RunDep, uid: Annotated[str, Query(min_length=1, max_length=1000, description="Part of the uid.")]
 ) -> FoundGroups:
-    """Returns the groups whose uid contains this text, and their states."""
+    """Returns the groups whose uid contains this text, archived ones only by their whole uid, and their states."""
     return await groups.find_groups(run, uid)
 
 
