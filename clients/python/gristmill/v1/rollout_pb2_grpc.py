@@ -33,6 +33,8 @@ class RolloutServiceStub(object):
     key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
     `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
     A call that fails has stored nothing of its request.
+
+    A request lists at most 1024 rows, groups, trajectories or rewards; one that lists more is INVALID_ARGUMENT.
     """
 
     def __init__(self, channel):
@@ -81,6 +83,8 @@ class RolloutServiceServicer(object):
     key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
     `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
     A call that fails has stored nothing of its request.
+
+    A request lists at most 1024 rows, groups, trajectories or rewards; one that lists more is INVALID_ARGUMENT.
     """
 
     def BeginGroups(self, request, context):
@@ -182,6 +186,8 @@ class RolloutService(object):
     key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
     `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
     A call that fails has stored nothing of its request.
+
+    A request lists at most 1024 rows, groups, trajectories or rewards; one that lists more is INVALID_ARGUMENT.
     """
 
     @staticmethod
