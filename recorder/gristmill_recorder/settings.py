@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gristmill._wire.browsers import checked_patterns
 from gristmill._wire.hosts import is_of_this_machine
 from gristmill_recorder.columns import NAMES, names_of
 from gristmill_recorder.engines.names import ENGINES
@@ -143,6 +144,8 @@ class RecorderSettings(BaseSettings):
                 "forwarded to the engine"
             )
         return upstream.rstrip("/").removesuffix("/v1")
+
+    _check_host_names = field_validator("http_host_names")(checked_patterns)
 
     @field_validator("allowed_origins")
     @classmethod

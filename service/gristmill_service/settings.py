@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from gristmill._wire.browsers import checked_patterns
 from gristmill._wire.hosts import is_of_this_machine
 from gristmill.errors import InvalidArgumentError
 
@@ -334,6 +335,8 @@ class Settings(BaseSettings):
         if name := SHARD_STORES[self.shard_store].directory:
             directories[self.shard_store] = getattr(self, name)
         return {name: path for name, path in directories.items() if path is not None}
+
+    _check_host_names = field_validator("http_host_names")(checked_patterns)
 
     @field_validator("grpc_address", "http_address", "probe_address")
     @classmethod

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from gristmill_recorder.settings import RecorderSettings
 from gristmill_service.settings import Settings
 from tests.on_loop import Service
 from tests.serving import FREE_PORTS
@@ -40,3 +42,10 @@ def test_names_that_are_configured_are_answered() -> None:
     finally:
         running.stop()
     assert statuses == {"Grist.Example.org": 200, "example.org": 421, "grist.example.com": 421}
+
+
+@pytest.mark.parametrize("names", ["https://grist.example.org", "a.example,grist.example.org:8080"])
+def test_a_url_or_a_port_is_refused_at_the_start_as_no_host_matches_it(names: str) -> None:
+    for settings in (Settings, RecorderSettings):
+        with pytest.raises(ValidationError, match="without scheme and port"):
+            settings.model_validate({"upstream": "http://vllm", "http_host_names": names})

@@ -40,6 +40,13 @@ class HostNames:
         )
 
 
+def checked_patterns(names: str) -> str:
+    """Returns patterns of host names, separated by commas. Raises ValueError for a URL or port: no host matches it."""
+    if ":" in names or "/" in names:
+        raise ValueError("expected host names without scheme and port, such as *.example.org, separated by commas")
+    return names
+
+
 def is_of_other_site(headers: Mapping[str, str]) -> bool:
     """Returns whether the page of another site sent the request. The names of the headers ignore case."""
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
