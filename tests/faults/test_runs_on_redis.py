@@ -24,6 +24,7 @@ from gristmill.errors import (
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.storage.redis.run_log import RedisRunLog
+from gristmill_service.storage.redis.run_store import FORMAT
 from gristmill_service.storage.run_store import LogEnd, LogLostError, OwnedElsewhereError
 from tests.faults.replicas import CREATED, Join, keys, published
 from tests.faults.services import uids_of
@@ -42,7 +43,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     client = server.client()
     described = client.get(config)
     assert isinstance(described, bytes)
-    client.set(config, described.replace(b'"format":2', b'"format":9'))
+    client.set(config, described.replace(f'"format":{FORMAT}'.encode(), b'"format":9'))
     second = join(server.url, "second")
     wait_until(lambda: [run.name for run in second.runs.own()] == ["b"], "the other is taken over")
     with pytest.raises(FailedPreconditionError, match="use the version that wrote it"):

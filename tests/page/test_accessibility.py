@@ -43,6 +43,7 @@ def test_no_view_breaks_a_rule(browser: Any, services: Services, source: str, vi
         page.set_viewport_size({"width": 390, "height": 800})
         assert axe.violations(page, source) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        assert complaints == []
+        # A browser logs the 401 after which the page asks for a token; proxies count it, so it is not sent as 200.
+        assert [said for said in complaints if not (view == "sign-in" and "401" in said)] == []
     finally:
         context.close()

@@ -28,6 +28,7 @@ from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.guards.admitted import Admitted
 from gristmill_service.api.http.guards.bodies import Bodies
 from gristmill_service.api.http.guards.browsers import ErrorsInBody, HostNames, OwnCookie, SameOrigin
+from gristmill_service.api.http.guards.connections import NO_REQUEST
 from gristmill_service.api.http.guards.identified import Identified, authorize, recognizer
 from gristmill_service.api.http.guards.observed import Observed
 from gristmill_service.monitoring.views.batch_view import BatchViewCache
@@ -51,6 +52,7 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
     errors[TOO_LARGE] = {"model": models.Error, "description": "the request is larger than max_message_bytes"}
+    errors[NO_REQUEST] = {"model": models.Error, "description": "no HTTP request, or too long a URL and headers"}
     forwarding = Forwarding(api.runs.is_owner, peers)
 
     @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from asyncio import sslproto
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gristmill_service.access.certificates import HttpCertificates
+from gristmill_service.api.errors import error_body
 
 _log = structlog.get_logger(__name__)
 
@@ -38,6 +40,9 @@ _TLS_TIMES = {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": 1.0
 # By default asyncio allocates 256 KiB per encrypted connection; TLS records have at most 16 KiB.
 sslproto.SSLProtocol.max_size = 32 << 10
 _PAUSE_S = 0.5
+_DROPPED_S = 1.0
+NO_REQUEST = 400
+_NO_REQUEST = "the bytes are no HTTP/1.1 request, or its URL and headers exceed 64 KiB; list fewer values in the URL"
 _AT_ONCE = 16
 _MOST_OF_A_MACHINE = 0.75
 
@@ -108,7 +113,7 @@ class Connection(H11Protocol):
         self._answering: asyncio.Task[Any] | None = None
         self._wait: _Wait | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._is_open = True
+        self._is_open, self._is_refused = True, False
         connections.add(self)
         self._watch()
 
@@ -162,7 +167,18 @@ class Connection(H11Protocol):
         if self._answering is not None and not self.cycle.response_complete:
             self._answering.cancel()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuses bytes that are no request. What else arrives is dropped for a moment: a connection closed with unread
+        bytes is reset, often before its peer has read the answer."""
+        body = json.dumps(error_body("INVALID_ARGUMENT", "InvalidArgumentError", _NO_REQUEST)).encode()
+        head = f"HTTP/1.1 {NO_REQUEST} Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        self.transport.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + body)
+        self._is_refused = True
+        self.loop.call_later(_DROPPED_S, self.transport.close)
+
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         is_long = self.conn.their_state is h11.SEND_BODY and any(name == b"content-length" for name, _ in self.headers)
         self._read_at_most(_READ_BYTES if is_long else _FIRST_READ_BYTES)
