@@ -28,7 +28,7 @@ STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
     "INTERNAL": (grpc.StatusCode.INTERNAL, 500),
 }
 
-TOO_LARGE = 413
+NO_REQUEST, TOO_LARGE = 400, 413
 CLOSE = {"Connection": "close"}
 
 INTERNAL_MESSAGE = "internal error; see the service's log for details"

@@ -21,14 +21,13 @@ import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
-from gristmill_service.api.errors import STATUSES, TOO_LARGE, error_body, error_response, refusal
+from gristmill_service.api.errors import NO_REQUEST, STATUSES, TOO_LARGE, error_body, error_response, refusal
 from gristmill_service.api.http import models, page, rollouts, runs, trainers
 from gristmill_service.api.http.dependencies import ApiDep
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.guards.admitted import Admitted
 from gristmill_service.api.http.guards.bodies import Bodies
 from gristmill_service.api.http.guards.browsers import ErrorsInBody, HostNames, OwnCookie, SameOrigin
-from gristmill_service.api.http.guards.connections import NO_REQUEST
 from gristmill_service.api.http.guards.identified import Identified, authorize, recognizer
 from gristmill_service.api.http.guards.observed import Observed
 from gristmill_service.monitoring.views.batch_view import BatchViewCache

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gristmill_service.access.certificates import HttpCertificates
-from gristmill_service.api.errors import error_body
+from gristmill_service.api.errors import NO_REQUEST, error_body
 
 _log = structlog.get_logger(__name__)
 
@@ -41,8 +41,7 @@ _TLS_TIMES = {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": 1.0
 sslproto.SSLProtocol.max_size = 32 << 10
 _PAUSE_S = 0.5
 _DROPPED_S = 1.0
-NO_REQUEST = 400
-_NO_REQUEST = "the bytes are no HTTP/1.1 request, or its URL and headers exceed 64 KiB; list fewer values in the URL"
+_REFUSAL = "the bytes are no HTTP/1.1 request, or its URL and headers exceed 64 KiB; list fewer values in the URL"
 _AT_ONCE = 16
 _MOST_OF_A_MACHINE = 0.75
 
@@ -170,7 +169,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuses bytes that are no request. What else arrives is dropped for a moment: a connection closed with unread
         bytes is reset, often before its peer has read the answer."""
-        body = json.dumps(error_body("INVALID_ARGUMENT", "InvalidArgumentError", _NO_REQUEST)).encode()
+        body = json.dumps(error_body("INVALID_ARGUMENT", "InvalidArgumentError", _REFUSAL)).encode()
         head = f"HTTP/1.1 {NO_REQUEST} Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         self.transport.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + body)
         self._is_refused = True
