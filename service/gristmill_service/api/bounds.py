@@ -46,16 +46,17 @@ _WIDTHS = {
 
 class _Field(NamedTuple):
     """A known field. width: of its packed values, in bytes; 0: varints; None: it has no packed values. known: the
-    fields of its message; None: it is no message."""
+    fields of its message; None: it is no message. is_text: whether it is decoded as UTF-8."""
 
     name: str
     width: int | None
     known: Mapping[int, _Field] | None
+    is_text: bool
 
 
 def check_message(data: bytes | memoryview, descriptor: Descriptor) -> None:
-    """Raises TooLargeError if an encoded message, or a message in it, has a list of more than `MOST_ENTRIES`, or too
-    many fields. Bytes that are no message pass: protobuf refuses them where this function stops."""
+    """Raises TooLargeError if an encoded message, or a message in it, has a list of more than `MOST_ENTRIES`, too
+    many fields, or a text of more than 1 MiB. Bytes that are no message pass: protobuf refuses them where this function stops."""
     if len(data) > MOST_ENTRIES:
         with suppress(IndexError, DecodeError):
             _count(data, 0, len(data), _known(descriptor), 0)
@@ -65,10 +66,12 @@ def _count(data: bytes | memoryview, begin: int, end: int, known: Mapping[int, _
     """Returns `total` plus the number of fields between these offsets."""
     counts: dict[str, int] = {}
     for tag, _, at, after in fields(data, begin, end):
-        name, width, nested = known.get(tag >> 3, _UNKNOWN)
+        name, width, nested, is_text = known.get(tag >> 3, _UNKNOWN)
         is_packed = width is not None and tag & 7 == 2
         count = counts[name] = counts.get(name, 0) + (_packed(data[at:after], width) if is_packed else 1)
         check_count(name, count)
+        if is_text and after - at > _SMALL_BYTES:
+            raise TooLargeError(f"{name} is a text of {after - at} bytes, and the limit is {_SMALL_BYTES}; send less")
         if nested is not None:
             total = _count(data, at, after, nested, total)
         if (total := total + 1) > _MOST_FIELDS:
@@ -97,12 +100,13 @@ def _known(descriptor: Descriptor) -> dict[int, _Field]:
 
 def _field(field: FieldDescriptor) -> _Field:
     if field.message_type is not None:
-        return _Field(field.name, None, _known(field.message_type))
-    is_text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
-    return _Field(field.name, None if is_text else _WIDTHS.get(field.type, 0), None)
+        return _Field(field.name, None, _known(field.message_type), is_text=False)
+    is_packed = field.cpp_type != FieldDescriptor.CPPTYPE_STRING
+    is_text = field.type == FieldDescriptor.TYPE_STRING
+    return _Field(field.name, _WIDTHS.get(field.type, 0) if is_packed else None, None, is_text)
 
 
-_UNKNOWN = _Field("unknown fields", None, None)
+_UNKNOWN = _Field("unknown fields", None, None, is_text=False)
 
 # --- JSON
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, TypeVar
 from urllib.parse import quote
@@ -20,6 +19,7 @@ from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.config import Model
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
@@ -134,9 +134,9 @@ async def write_columns(
     response_class=StreamingResponse,
     responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
 )
-async def export_batch(run: RunDep, api: ApiDep, batch: models.Int64) -> StreamingResponse:
+async def export_batch(request: Request, run: RunDep, api: ApiDep, batch: models.Int64) -> StreamingResponse:
     """Returns the rows of a sealed batch as a rollout file (JSON lines), from which `gristmill batch` rebuilds it."""
-    lines = _lines(calls.export_batch(api, run.name, batch), run.config.columns)
+    lines = _lines(calls.export_batch(api, run.name, batch), run.config.columns, request.app.state.json_rows)
     return StreamingResponse(await _begun(lines), media_type="application/x-ndjson")
 
 
@@ -181,9 +181,11 @@ async def _begun(pieces: AsyncIterator[T]) -> AsyncIterator[T]:
     return begun()
 
 
-async def _lines(tables: AsyncIterator[Steps], columns: Sequence[ColumnSpec]) -> AsyncIterator[bytes]:
+async def _lines(
+    tables: AsyncIterator[Steps], columns: Sequence[ColumnSpec], one_by_one: OneByOne
+) -> AsyncIterator[bytes]:
     async for steps in tables:
-        yield await asyncio.to_thread(b"".join, json_lines(steps, columns))
+        yield await one_by_one(b"".join, json_lines(steps, columns))
 
 
 def _shard(run: str, view: ShardAnswer) -> models.Shard:

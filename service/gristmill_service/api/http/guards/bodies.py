@@ -38,10 +38,11 @@ class Bodies:
         self._one_by_one = OneByOne()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if SLOT not in scope:
-            await self._app(scope, receive, send)
-            return
         try:
+            check_query(scope.get("query_string", b""))
+            if SLOT not in scope:
+                await self._app(scope, receive, send)
+                return
             body = scope[BODY] = await self._read(scope, receive)
         except _TooLargeError as error:
             # No Retry-After, because retrying cannot help. The rest of the body is not read, so the connection is
@@ -68,7 +69,6 @@ class Bodies:
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | memoryview:
         headers, slot, path = dict(scope["headers"]), scope[SLOT], scope["path"]
-        check_query(scope["query_string"])
         body = await self._received(headers.get(b"content-length", b""), receive, slot)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
