@@ -81,8 +81,8 @@ class Proxied:
             return _status(connection)
 
     def closes_at_once(self) -> bool:
-        """Returns whether a connection ends before its first byte. Only the first message of TLS is sent, because Python
-        leaks the socket of a connection that is reset before its handshake."""
+        """Returns whether a connection ends before its first byte. Only the first message of TLS is sent: Python leaks
+        the socket of a connection that is reset before its handshake."""
         sent = ssl.MemoryBIO()
         handshake = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
         with suppress(ssl.SSLWantReadError):

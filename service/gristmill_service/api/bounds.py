@@ -55,8 +55,9 @@ class _Field(NamedTuple):
 
 
 def check_message(data: bytes | memoryview, descriptor: Descriptor) -> None:
-    """Raises TooLargeError if an encoded message, or a message in it, has a list of more than `MOST_ENTRIES`, too
-    many fields, or a text of more than 1 MiB. Bytes that are no message pass: protobuf refuses them where this function stops."""
+    """Raises TooLargeError if an encoded message, or a message in it, has a list of more than `MOST_ENTRIES`, too many
+    fields, or a text of more than 1 MiB. Bytes that are no message pass: protobuf refuses them where this function
+    stops."""
     if len(data) > MOST_ENTRIES:
         with suppress(IndexError, DecodeError):
             _count(data, 0, len(data), _known(descriptor), 0)
