@@ -102,10 +102,11 @@ class Worker:
 
     def _trajectory(self, uid: str, sample: int) -> None:
         before = self._log.attempts.get((uid, sample))
-        # Who starts again goes on with the same tokens, or samples others under a higher attempt.
-        attempt = 0 if before is None else before + (before + sample + _index(uid)) % 2
-        self._log.write("begin", uid, sample, attempt)
         is_aborted = self._contents.is_aborted(uid, sample)
+        # A restarted worker sends the same tokens again, or others under a higher attempt; always a higher one if it
+        # may have aborted the trajectory before it died, because the service refuses the aborted attempt.
+        attempt = 0 if before is None else before + (is_aborted or (before + sample + _index(uid)) % 2)
+        self._log.write("begin", uid, sample, attempt)
         rows = self._contents.rows(uid, sample, attempt)
         for row in rows[:-1] if is_aborted else rows:
             [outcome] = self._client.submit([row])
