@@ -91,7 +91,6 @@ PROMISES = {
     "A request lists at most 1,024 rows, groups": "api/test_bounds.py::test_each_list_of_a_message_may_have_as_many_entries_as_a_request_decides_on",
     "50 ms on two cores, whatever it contains": "api/test_bounds.py::test_the_largest_requests_that_are_accepted_hold_up_nobody",
     "they are counted before the body is parsed": "api/test_bounds.py::test_values_lists_and_levels_of_documents_are_counted_outside_of_their_texts",
-    "settings in it 4,096 characters and two levels": "api/test_bounds.py::test_settings_in_a_url_nest_twice_and_have_4_kb_in_all",
     "Larger ones are refused before they are parsed": "api/test_floods.py::test_the_request_of_a_call_that_is_never_large_is_refused_unparsed_if_it_is",
     "have separate slots": "api/test_floods.py::test_health_and_reflection_are_bounded_and_nobody_is_kept_from_calling",
     "A connection may make 10 such calls at once": "api/test_admission.py::test_probes_of_a_connection_are_paced",

@@ -72,13 +72,6 @@ def test_nor_does_doctor_which_reports_it() -> None:
     assert "WRONG  credentials: token: it would be sent to gristmill:50051 in plain text" in done.stdout
 
 
-def test_nor_does_a_command_over_http(tmp_path: Path) -> None:
-    url = "http://gristmill:8080/#/r/0"
-    done = gristmill("plan", url, "--what-if", "usual", GRISTMILL_TOKEN="secret")
-    assert done.returncode != 0
-    assert "sent to gristmill:8080 in plain text" in done.stderr
-
-
 def test_a_certificate_that_nobody_vouches_for_gets_no_token() -> None:
     assert trust(Credentials(token="secret")).verify_mode is ssl.CERT_REQUIRED
 

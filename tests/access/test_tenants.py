@@ -100,7 +100,6 @@ class Tenant:
             "model": "policy",
             "wait_s": 0.0,
             "rows": self.rows("more"),
-            "what_if": ["merge=prefix"],
         }
 
 

@@ -16,7 +16,7 @@ import pytest
 from gristmill.errors import GristmillError, TooLargeError
 from gristmill.v1 import rollout_pb2, rows_pb2, trainer_pb2
 from gristmill_service.api import bounds
-from gristmill_service.api.bounds import MOST_ENTRIES, MOST_RANKS, Json, check_json, check_message, check_settings
+from gristmill_service.api.bounds import MOST_ENTRIES, MOST_RANKS, Json, check_json, check_message
 from tests.api.apis import row, rows_message
 from tests.tools.bench import largest
 from tests.tools.bench.largest import MIB, Request
@@ -31,7 +31,7 @@ MOST_TIMES = 12
 
 _SOME_MESSAGES = ("empty", "packed", "unknown texts", "run text")
 _SOME_NESTED = ("rows.uids empty", "rows.rewards packed", "rows.columns empty", "trajectories.unknown texts")
-_SOME_DOCUMENTS = ("lists as", "nesting as", "x of values in the URL", "brackets in the URL", "long path")
+_SOME_DOCUMENTS = ("lists as", "nesting as", "x of values in the URL", "long path")
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +211,3 @@ def _counted(value: Any) -> tuple[int, int, int]:
         marks + sum(one[1] for one in entries),
         1 + max((one[2] for one in entries), default=0),
     )
-
-
-def test_settings_in_a_url_nest_twice_and_have_4_kb_in_all() -> None:
-    check_settings(["micro_batch={max_tokens: 2048}", "pad_packed_to=[4096, 8192]", "a={b: [1, 2]}"] * 10)
-    for texts in (["a=[[[1]]]"], ["merge=" + "x" * 1000] * 5, ["merge=" + "[" * 3000]):
-        with pytest.raises(GristmillError):
-            check_settings(texts)

@@ -41,7 +41,6 @@ PATHS = {
     "/v1/runs/{run}/health": {"get"},
     "/v1/runs/{run}/timeline": {"get"},
     "/v1/runs/{run}/batches/{batch}/rows/{row}": {"get"},
-    "/v1/runs/{run}/batches/{batch}/costs": {"get"},
     "/v1/runs/{run}/batches/{batch}/distributions": {"get"},
     "/v1/runs/{run}/find": {"get"},
     "/v1/runs/{run}/samples": {"get"},

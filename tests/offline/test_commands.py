@@ -5,10 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import signal
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +318,7 @@ def test_the_summary_says_in_how_many_trajectories_merging_broke_and_why(config:
     done = run("plan", file, "--config", config)
     changed, cut = ("where the earlier prompt was changed", "where the prompt ends before the earlier response does")
     assert f"merging broke in 5 trajectories: 4 {changed}, 1 {cut}" in " ".join(done.stderr.split())
+    assert "uid 'p0' sample 0 step 1: after [], [1, 0, 5, 6] of step 0 came back as [9, 0, 5, 6, 7]" in done.stderr
     causes = [one["cause"] for line in done.stdout.splitlines() for one in json.loads(line)["merge_mismatches"]]
     assert sorted(causes) == ["prompt"] * 4 + ["truncated"]
 
@@ -350,104 +350,69 @@ def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path,
     assert "total" in run("show", tmp_path / "out").stdout
 
 
-def test_the_summary_says_what_was_made_and_what_another_setting_would_make(
-    config: Path, file: Path, tmp_path: Path
-) -> None:
-    """A batch has two prompts of two samples, each of two steps that merge, for two ranks."""
+def test_the_summary_says_what_was_made(config: Path, file: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG | {"merge": "none", "micro_batch": {"size": 4}}))
     output = run("batch", file, "--config", config, "--out", tmp_path / "out").stderr
     assert "8 shards, " in output
     assert "2 batches; 4 prompt groups; 16 rows sent; 4 optimizer steps on 2 ranks" in output
-    # A mini-batch has 2 rows of 4 tokens and 2 of 6, a rank one of each; merged, 2 of 6. A tree has each trajectory's
-    # last row, and its prompt of 2 tokens once.
-    assert summary_lines(output) == {
-        "as configured": "8 0 48 16.7% 1.00 x mean",
-        "merge: prefix": "4 0 24 0.0% 1.00 x mean",
-        "layout: packed": "8 0 40 0.0% 1.00 x mean",
-        "layout: prefix_tree": "8 0 24 0.0% 1.00 x mean",
-    }
-    config.write_text(json.dumps(CONFIG | {"merge": "none", "micro_batch": {"size": 4}, "layout": "packed"}))
-    changed = run("plan", file, "--config", config).stderr
-    assert summary_lines(changed)["as configured"] == summary_lines(output)["layout: packed"]
 
 
-def summary_lines(output: str) -> dict[str, str]:
-    """Return the figures of each line of the summary by its first word."""
-    matches = re.findall(r"^ *(as configured|\S+: \S+) +(.*x mean)", output, re.MULTILINE)
-    return {name: " ".join(figures.split()) for name, figures in matches}
+@pytest.fixture
+def other(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a configuration that differs by these settings."""
+
+    def write(name: str, **settings: object) -> Path:
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(CONFIG | settings))
+        return path
+
+    return write
 
 
-def test_a_plan_is_compared_with_those_of_other_settings(config: Path, file: Path) -> None:
+def test_configurations_are_compared(config: Path, other: Callable[..., Path], file: Path) -> None:
     """Each of two batches has two groups of equal scores; merged, a trajectory is one row instead of two."""
-    chosen = ("--what-if", "merge=none", "--what-if", "advantage_estimator=gdpo")
-    printed = json.loads(run("plan", file, "--config", config, *chosen, "--json").stdout)["alternatives"]
-    own, unmerged, refused = printed
-    plans = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
+    every = [config, other("unmerged", merge="none"), other("gdpo", advantage_estimator="gdpo")]
+    every += [other("large", train_batch_size=3), other("wrong", merge="rebase")]
+    options = [text for one in every for text in ("-c", one)]
+    done = run("plan", file, *options, "--json", expect=1)
+    own, unmerged, *refused = json.loads(done.stdout)["configurations"]
+    plans = [json.loads(line) for line in run("plan", file, "-c", config).stdout.splitlines()]
     assert own["steps"] == sum(plan["optimizer_steps"] for plan in plans) == 4
-    assert (own["setting"], own["rows"], own["zero_share"], own["advantage_largest"]) == ("", 8, 1.0, 0.0)
-    assert (unmerged["setting"], unmerged["rows"], unmerged["groups"]) == ("merge: none", 16, 4)
-    assert (refused["rows"], "reward_components is missing" in refused["reason"]) == (None, True)
-    table = run("plan", file, "--config", config, *chosen).stdout.splitlines()
-    assert [line.strip().split("  ")[0] for line in table[:4]] == [
-        "settings",
-        "as configured",
-        "merge: none",
-        "advantage_estimator: gdpo",
+    assert (own["config"], own["rows"], own["zero_share"], own["advantage_largest"]) == (str(config), 8, 1.0, 0.0)
+    assert (unmerged["rows"], unmerged["groups"], unmerged["reason"]) == (16, 4, "")
+    reasons = ["reward_components is missing", "4 prompt groups, that is 1 batches of", "merge: input should be"]
+    for one, path, reason in zip(refused, every[2:], reasons, strict=True):
+        assert one["config"] == str(path)
+        assert reason in one["reason"]
+        assert f"refused: {path}: {one['reason']}" in done.stderr
+    # Short names, so that nothing is cut.
+    heads, *table = run("plan", file, *options, expect=1).stdout.splitlines()
+    cells = {line[:14].strip(): line[14:].split() for line in table}
+    assert len(heads.split()) == 5
+    assert cells["rows"] == ["8", "16", "-", "-", "-"]
+    assert cells["zero groups"] == ["100.0%", "100.0%", "-", "-", "-"]
+
+
+def test_one_configuration_is_summed_up_on_request(config: Path, other: Callable[..., Path], file: Path) -> None:
+    (alone,) = json.loads(run("plan", file, "-c", config, "--json").stdout)["configurations"]
+    packed, again = json.loads(run("plan", file, "-c", other("p", layout="packed"), "-c", config, "--json").stdout)[
+        "configurations"
     ]
-    assert table[3].split()[2:] == ["-"] * 12
-    assert "reward_components is missing" in table[4]
+    assert again == alone
+    assert packed["padding_share"] == 0.0
 
 
-def test_the_usual_alternatives_are_those_that_change_a_number(config: Path, file: Path) -> None:
-    printed = run("plan", file, "--config", config, "--what-if", "usual", "--json").stdout
-    names = [one["setting"] for one in json.loads(printed)["alternatives"]]
-    assert names[0] == ""
-    assert "advantage_estimator: reinforce++" in names
-    assert "merge: none, retokenized_tail: 0" in names
-    assert "advantage_estimator: rloo" not in names
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("rloo", "write NAME=VALUE, separated by commas"),
-        ("merge=rebase", "merge: input should be"),
-        ("train_batch_size=4", "train_batch_size decides which rows a batch has"),
-        ("zero_variance_filter=replace", "zero_variance_filter: replace decides which rows"),
-    ],
-)
-def test_an_alternative_that_no_rows_could_have_is_refused(
-    config: Path, tmp_path: Path, text: str, message: str
-) -> None:
-    assert message in run("plan", tmp_path / "none", "--config", config, "--what-if", text, expect=1).stderr
-
-
-def test_lengths_have_no_advantages_to_compare(config: Path, tmp_path: Path) -> None:
-    config.write_text(json.dumps(CONFIG | {"merge": "none", "step_wise": False}))
+def test_lengths_have_no_advantages_to_compare(other: Callable[..., Path], tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     rows = [{"uid": f"p{n // 2}", "sample": n % 2, "prompt_len": 3, "response_len": 4 + n} for n in range(4)]
     file.write_text(lines(rows))
-    chosen = ("--what-if", "layout=packed", "--what-if", "zero_variance_filter=mask", "--json")
-    printed = json.loads(run("plan", file, "--config", config, *chosen).stdout)["alternatives"]
-    assert [one["padding_share"] for one in printed][1:] == [0.0, None]
-    assert [one["advantage_mean"] for one in printed] == [None] * 3
-    assert "advantages need rows with rewards" in printed[1]["reason"]
-    assert "the rows have only lengths" in printed[2]["reason"]
-
-
-@pytest.mark.parametrize(
-    "text", ["merge=prefix", "merge=tree", "merge=tree,retokenized_tail=1", "stale=mask,max_staleness=1"]
-)
-def test_what_reads_tokens_is_not_compared_of_lengths(config: Path, tmp_path: Path, text: str) -> None:
-    config.write_text(json.dumps(CONFIG | {"merge": "none", "step_wise": True}))
-    file = tmp_path / "lengths.jsonl"
-    steps = [{"step": step, "is_last_step": step == 1, "prompt_len": 3 + step, "response_len": 2} for step in range(2)]
-    file.write_text(lines([{"uid": f"p{n // 2}", "sample": n % 2} | step for n in range(4) for step in steps]))
-    printed = run("plan", file, "--config", config, "--what-if", text, "--what-if", "usual", "--json").stdout
-    own, chosen, *others = json.loads(printed)["alternatives"]
-    assert (own["rows"], chosen["rows"]) == (8, None)
-    assert "the rows have only lengths" in chosen["reason"]
-    assert not [one for one in others if one["setting"].startswith("merge")]
+    plain: dict[str, object] = {"merge": "none", "step_wise": False}
+    every = [other("a", **plain), other("b", **plain, layout="packed", zero_variance_filter="mask"), other("c")]
+    done = run("plan", file, *(text for one in every for text in ("-c", one)), "--json", expect=1)
+    compared = json.loads(done.stdout)["configurations"]
+    assert [one.get("advantage_mean") for one in compared] == [None] * 3
+    assert [one.get("padding_share") for one in compared][1:] == [0.0, None]
+    assert "is a lengths file, without tokens for merge: prefix" in compared[2]["reason"]
 
 
 @pytest.mark.slow

@@ -558,7 +558,6 @@ def test_the_api_page_has_the_schema_of_each_answer(client: httpx.Client) -> Non
         "/runs/{run}/samples": "GroupSamples",
         "/runs/{run}/samples/{sample}/rows/{step}": "OpenRowTokens",
         f"{batch}/distributions": "BatchDistributions",
-        f"{batch}/costs": "BatchCosts",
         f"{batch}/rows/{{row}}": "RowTokens",
         f"{batch}/picture": "BatchPicture",
         f"{batch}/breaks": "BatchBreaks",

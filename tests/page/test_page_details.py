@@ -1,8 +1,7 @@
-"""What the page shows on demand: settings and what others would give, groups by uid, distributions."""
+"""What the page shows on demand: settings, groups by uid, distributions."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.monitoring.health import findings
-from tests.cli.terminal import gristmill
 from tests.on_loop import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
@@ -48,19 +46,6 @@ def test_every_setting_is_shown_next_to_its_default(client: httpx.Client, run: s
     assert settings["lambda"] == {"name": "lambda", "value": 1.0, "default": 1.0, "is_default": True}
     assert settings["overlong_filter"]["is_default"]
     assert settings["columns"]["is_default"]
-
-
-def test_what_other_settings_would_give_is_computed_of_the_batch(client: httpx.Client, run: str) -> None:
-    costs = {one["setting"]: one for one in answered(client, f"/runs/{run}/batches/0/costs")["costs"]}
-    plan = answered(client, f"/runs/{run}/batches/0/picture")
-    assert costs[""]["padding_share"] == plan["metrics"]["padding_share"]
-    assert costs["layout: packed"]["padding_share"] < costs[""]["padding_share"]
-    assert costs[""]["steps"] == plan["mini_batches_in_all"]
-    assert costs["advantage_estimator: rloo"]["advantage_std"] != costs[""]["advantage_std"]
-    assert costs["advantage_estimator: rloo"]["tokens"] == costs[""]["tokens"]
-    refused = client.get(f"/runs/{run}/batches/7/costs")
-    assert refused.status_code == 412
-    assert "batch 7 has no stored rows" in refused.json()["error"]["message"]
 
 
 def test_groups_are_found_by_a_part_of_their_uid(client: httpx.Client, run: str) -> None:
@@ -139,82 +124,11 @@ def test_a_group_is_found_and_its_rows_are_marked(open_page: OpenPage, run: str)
     page.get_by_text("Marked: the rows of b, in mini-batch 1 rank 0, mini-batch 1 rank 1.").wait_for()
 
 
-def test_the_settings_and_what_would_be_gained_are_shown(open_page: OpenPage, run: str) -> None:
+def test_the_settings_are_shown(open_page: OpenPage, run: str) -> None:
     page = open_page(f"#/{run}")
     settings = page.locator("section[aria-label=Settings]")
     settings.locator("summary").first.click()
     settings.get_by_role("row", name="merge prefix none").wait_for()
-    settings.get_by_role("button", name="Compare other settings").click()
-    settings.get_by_role("row", name="layout: packed").wait_for()
-    settings.get_by_label("Settings to compare").fill("merge=none,advantage_estimator=rloo")
-    settings.get_by_role("button", name="Compare other settings").click()
-    settings.get_by_role("row", name="merge: none, advantage_estimator: rloo").wait_for()
-    assert settings.get_by_role("row", name="layout: packed").count() == 0
-    settings.get_by_label("Settings to compare").fill("merge=rebase")
-    settings.get_by_role("button", name="Compare other settings").click()
-    settings.get_by_text("merge: input should be").wait_for()
-
-
-def test_of_a_freed_batch_the_page_shows_what_its_outline_answers(
-    open_page: OpenPage, service: Service, run: str
-) -> None:
-    for mini_batch in range(2):
-        for rank in range(2):
-            stage.acknowledge(service.runs.get(run), rank, mini_batch, commit=True)
-    stage.until(lambda: service.runs.get(run).status().batches_freed == 1)
-    settings = open_page(f"#/{run}/0").locator("section[aria-label=Settings]")
-    settings.locator("summary").first.click()
-    settings.get_by_role("button", name="Compare other settings").click()
-    settings.get_by_role("row", name="layout: packed").wait_for()
-    settings.get_by_role("row", name="layout: prefix_tree - - -").wait_for()
-    settings.get_by_text("needs what is freed with the batch's rows").wait_for()
-
-
-def test_of_a_freed_batch_its_outline_is_compared(
-    service: Service, client: httpx.Client, run: str, run_name: str
-) -> None:
-    """By the page's address, before and after its rows are freed; and another run is created with the alternative."""
-    chosen = {"advantage_estimator": "rloo", "zero_variance_filter": "mask", "micro_batch": {"size": 1}}
-    text = ",".join(f"{name}={json.dumps(value)}" for name, value in chosen.items())
-    command = ("plan", f"{service.http_url}/#/{run}/0", "--what-if", text, "--what-if", "merge=none", "--json")
-
-    def compared() -> list[dict[str, Any]]:
-        printed: list[dict[str, Any]] = json.loads(gristmill(*command, expect=0).stdout)["alternatives"]
-        return printed
-
-    own, other, unmerged = before = compared()
-    assert unmerged["rows"] == 8 > own["rows"]
-    for mini_batch in range(2):
-        for rank in range(2):
-            stage.acknowledge(service.runs.get(run), rank, mini_batch, commit=True)
-    stage.until(lambda: service.runs.get(run).status().batches_freed == 1)
-    *after, unknown = compared()
-    assert after == before[:2]
-    assert unknown["rows"] is None
-    assert "needs what is freed with the batch's rows" in unknown["reason"]
-    usual = {one["setting"]: one for one in answered(client, f"/runs/{run}/batches/0/costs")["costs"]}
-    assert usual["advantage_estimator: rloo"]["reason"] == ""
-    assert "freed" in usual["layout: prefix_tree"]["reason"]
-    rows = [from_rows([row for uid in "ab" for row in stage.group(uid)], step_wise=True)]
-    stage.published(service.runs, f"{run_name}-other", stage.CONFIG | chosen, rows)
-    plan = answered(client, f"/runs/{run_name}-other/batches/0/picture")
-    assert other["rows"] == plan["rows"]
-    assert other["padding_share"] == plan["metrics"]["padding_share"]
-    assert other["steps"] == plan["mini_batches_in_all"]
-    groups = answered(client, f"/runs/{run_name}-other/batches/0/scores")["groups"]
-    assert other["advantage_largest"] == max(abs(value) for group in groups for value in group["advantages"])
-
-
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("/#/{run}/7", "batch 7 has no stored rows"),
-        ("/#/{run}", "is not the page of a batch; write http://HOST:PORT/#/RUN/BATCH"),
-    ],
-)
-def test_a_run_without_the_batch_is_refused(service: Service, run: str, place: str, message: str) -> None:
-    done = gristmill("plan", service.http_url + place.format(run=run), "--what-if", "usual", expect=1)
-    assert message in done.stderr
 
 
 def test_distributions_are_named_where_they_are_pointed_at(open_page: OpenPage, run: str) -> None:
@@ -290,9 +204,9 @@ def test_refusals_come_in_the_body_for_clients_that_prefer_it(service: Service, 
     assert preferred.json() == plain.json()
     assert "gristmill-status" not in client.get("/overview", headers={"Prefer": "errors=body"}).headers
     # What is counted is what was meant.
-    client.get("/runs/nobody/batches/0/costs", headers={"Prefer": "errors=body"})
+    client.get("/runs/nobody/batches/0/distributions", headers={"Prefer": "errors=body"})
     counts = httpx.get(f"{service.http_url}/metrics", trust_env=False).text
-    assert 'gristmill_call_seconds_count{api="http",call="batch_costs",status="404"} 1.0' in counts
+    assert 'gristmill_call_seconds_count{api="http",call="batch_distributions",status="404"} 1.0' in counts
 
 
 def test_times_on_an_axis_are_whole_numbers(open_page: OpenPage, run: str) -> None:

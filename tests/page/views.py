@@ -216,8 +216,6 @@ def _settings(services: Services, open_: Open) -> Any:
     settings = section(page, "Settings")
     settings.locator("summary").first.click()
     settings.locator("tr").nth(1).wait_for()
-    settings.get_by_role("button", name="Compare other settings").click()
-    settings.get_by_role("row", name="layout: packed").wait_for()
     return page
 
 

@@ -177,4 +177,3 @@ def test_rows_of_a_version_that_is_not_announced_yet_count_as_of_an_unknown_one(
     built = build_batch(from_rows(rows), config, run="r", batch=0, policy_version=2)
     assert built.plan.metrics["staleness_mean"] == 1.0
     assert built.stats().staleness == {0: 1, 2: 1}
-    assert built.stats().outline

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill_service.pipeline.figures import LEVELS, MOST_TAGS, Figures, GroupCounts
-from gristmill_service.run.machine.batch_records import MOST, MOST_OUTLINE_BYTES, keep, total
+from gristmill_service.run.machine.batch_records import MOST, keep, total
 from gristmill_service.run.machine.codec import FORMAT, decode_events, encode_event, record_of
 from gristmill_service.run.machine.events import BatchPublished
 
@@ -114,17 +114,3 @@ def test_counts_of_groups_add_up(pairs: list[tuple[int, int]]) -> None:
     counts = sum((GroupCounts(groups=groups, score_sum=float(score)) for groups, score in pairs), GroupCounts())
     assert counts.groups == sum(groups for groups, _ in pairs)
     assert counts.score_sum == pytest.approx(sum(score for _, score in pairs))
-
-
-def test_outlines_are_those_of_the_newest_batches_up_to_a_mebibyte_and_in_no_sum() -> None:
-    records: list[Figures] = []
-    for batch in range(5):
-        keep(records, record(batch, outline=bytes(MOST_OUTLINE_BYTES // 3)))
-    assert [bool(one.outline) for one in records] == [False, False, True, True, True]
-    keep(records, record(5, outline=b""))
-    keep(records, record(6, outline=b"x"))
-    assert [one.first for one in records if one.outline] == [2, 3, 4, 6]
-    assert records[4].joined(records[6]).outline == b""
-    # One that is larger than all together is not kept.
-    keep(records, record(7, outline=bytes(MOST_OUTLINE_BYTES + 1)))
-    assert [one.first for one in records if one.outline] == [2, 3, 4, 6]

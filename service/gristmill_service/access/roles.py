@@ -51,7 +51,6 @@ CALLS: dict[str, frozenset[Role]] = {
     "find_groups": _SEE,
     "group_samples": _SEE,
     "batch_distributions": _SEE,
-    "batch_costs": _SEE,
     "batch_picture": _SEE,
     "batch_scores": _SEE,
     "batch_breaks": _DATA,

@@ -6,7 +6,7 @@ build nothing: they read the tags of a message, and count the marks of a documen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
@@ -28,7 +28,6 @@ _SMALL_BYTES, _LISTS_BYTES = 1 << 20, 4 << 20
 _UNBOUNDED = frozenset(["submit_rows", "write_columns"])
 _LISTS = frozenset(["begin_groups", "list_groups", "abort_trajectories", "abort_groups", "set_rewards"])
 _MOST_FIELDS = 1 << 15
-_MOST_SETTINGS_BYTES, _MOST_NESTED_SETTINGS = 4 << 10, 2
 
 
 def most_bytes(call: str) -> int | None:
@@ -206,21 +205,3 @@ def check_query(query: bytes) -> None:
     """Raises InvalidArgumentError for a URL with too many parameters."""
     if query.count(b"&") >= MOST_ENTRIES:
         raise InvalidArgumentError(f"the URL has more than {MOST_ENTRIES} parameters; send fewer")
-
-
-def check_settings(texts: Sequence[str]) -> None:
-    """Raises InvalidArgumentError for settings in a URL that would take too long to parse as YAML."""
-    size = sum(map(len, texts))
-    if size > _MOST_SETTINGS_BYTES:
-        raise InvalidArgumentError(
-            f"the settings have {size} characters, and the limit of a URL is {_MOST_SETTINGS_BYTES}; send fewer"
-        )
-    for text in texts:
-        depth = 0
-        for character in text:
-            depth += (character in "[{") - (character in "]}")
-            if depth > _MOST_NESTED_SETTINGS:
-                raise InvalidArgumentError(
-                    f"{text[:100]!r} nests more than {_MOST_NESTED_SETTINGS} levels; write NAME=VALUE, as in "
-                    "micro_batch={max_tokens: 2048}"
-                )

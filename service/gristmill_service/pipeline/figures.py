@@ -20,7 +20,6 @@ from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import Block
 from gristmill_service.pipeline.layout.shard import Shard
-from gristmill_service.pipeline.outline import outline_of
 from gristmill_service.pipeline.rows.joins import breaks
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
@@ -98,10 +97,9 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     tags: counts of each tag's groups, "" for those without; empty if no group has one. Logs keep `MOST_TAGS`.
     stale_rows, misaligned_rows, and their tokens: of groups dropped for that reason. merged_tokens: saved by merging.
         realigned_tokens: sampled ones in no row, because a later prompt has other tokens in their place.
-    mismatches: the breaks by cause, see `_causes`. column_bytes: of the shards of all models, by declared column.
+    mismatches: the breaks by cause, see `break_causes`. column_bytes: of the shards of all models, by declared column.
     padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would be.
     staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
-    outline: of the batch, see `outline_of`; empty for several batches.
     means: see `Counts`.
 
     A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
@@ -139,7 +137,6 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     column_bytes: dict[str, int] = {}
     padding_shares: dict[str, float] = {}
     staleness: dict[int, int] = {}
-    outline: bytes = b""
     means: dict[str, Mean] = {}
 
     @property
@@ -155,7 +152,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         sums = {
             name: _sum(getattr(self, name), getattr(later, name))
             for name in self.__struct_fields__
-            if name not in ("first", "last", "at", "stalest", "padding_shares", "staleness", "outline")
+            if name not in ("first", "last", "at", "stalest", "padding_shares", "staleness")
         }
         return Figures(
             first=self.first,
@@ -253,7 +250,7 @@ def figures(
     fresh, merged = steps.tokens.total, int(rows.lengths.sum())
     elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
     distinct = groups.tokens - (0 if scored.sharing is None else scored.sharing.shared_tokens(policy))
-    mismatches = _causes(scored, config)
+    mismatches = break_causes(scored, config)
     versions, trajectories = np.unique(staleness, return_counts=True)
     return Figures(
         first=batch,
@@ -284,7 +281,6 @@ def figures(
         if elements
         else {},
         staleness=dict(zip(versions.tolist(), trajectories.tolist(), strict=True)),
-        outline=outline_of(scored, config),
         means=means,
     )
 
@@ -312,7 +308,7 @@ def _tails(shard: Shard, block: Block) -> Int64s | int:
     return 0 if tails is None else tails[block.begin : block.end]
 
 
-def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
+def break_causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
     """Counts steps that joined no other, by cause. Only the first such steps of a trajectory are examined; `further`
     counts the others."""
     if not config.merging.joins:

@@ -273,7 +273,6 @@ def refused_documents(way: str, operation: dict[str, Any], description: dict[str
     for field in ("x", *(one["name"] for one in operation.get("parameters", ()) if one["in"] == "query")):
         for name, value, count in (
             ("values", "x", 15_000),
-            ("brackets", "merge=" + "[" * 2000, 8),
             ("text", "x" * 60_000, 1),
         ):
             query = "&".join([f"{field}={quote(value, safe='')}"] * count)[:60_000]

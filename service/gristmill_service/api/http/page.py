@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 
 from gristmill.errors import UnauthenticatedError
 from gristmill_service.access.caller import ANYONE
-from gristmill_service.api.bounds import check_settings
 from gristmill_service.api.http.dependencies import ApiDep, RunDep
 from gristmill_service.api.http.guards.admitted import THROTTLED
 from gristmill_service.api.http.guards.browsers import COOKIE
@@ -39,9 +38,8 @@ from gristmill_service.monitoring.views.batch_view import (
     BatchViewCache,
 )
 from gristmill_service.monitoring.views.groups import FoundGroups, GroupSamples, OpenRowTokens
-from gristmill_service.monitoring.views.run_settings import BatchCosts, RunSettings
+from gristmill_service.monitoring.views.run_settings import RunSettings
 from gristmill_service.monitoring.views.tokens import RowTokens, ShownTokens, TokenTexts
-from gristmill_service.pipeline.alternatives import USUAL
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
 from gristmill_service.run.machine.events import GroupKey
 
@@ -237,16 +235,6 @@ async def batch_row(
     """Returns the tokens of one training row, 2,000 at a time, and their text if the service has a tokenizer."""
     view = await views.get(run, batch)
     return _row_with_texts(await view.tokens(run, row, start), api.token_texts)
-
-
-@router.get("/runs/{run}/batches/{batch}/costs")
-async def batch_costs(
-    run: RunDep, views: ViewsDep, batch: Int64, what_if: Annotated[tuple[str, ...], Query(max_length=64)] = (USUAL,)
-) -> BatchCosts:
-    """Returns what the batch becomes as configured and with other settings, such as `merge=none,layout=packed`, or the
-    `usual` ones. Its rows are planned again for each, which takes seconds for a large batch."""
-    check_settings(what_if)
-    return await settings.batch_costs(run, batch, what_if, views.one_by_one)
 
 
 def _row_with_texts(row: T, texts: TokenTexts | None) -> T:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -30,13 +30,13 @@ from rich.progress import (
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.cli.offline.comparison import Compared, print_comparison
 from gristmill_service.cli.offline.rollout_files import read_batches
-from gristmill_service.cli.offline.what_if import alternatives_of_run, alternatives_table, print_alternatives
 from gristmill_service.cli.terminal import counted, messages, refusals, screen
 from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
-from gristmill_service.pipeline.alternatives import USUAL, Sealed, cheaper, compared, effective, parse_all
 from gristmill_service.pipeline.credit.baselines import NO_BASELINES
+from gristmill_service.pipeline.outcome import Break, first_breaks, outcome_of
 from gristmill_service.pipeline.plan_document import PlanDocument, baselines_after, encode_plan
 from gristmill_service.storage.shard_files import write_shards
 
@@ -47,10 +47,12 @@ RolloutsArgument = Annotated[
     ),
 ]
 ConfigOption = Annotated[
-    Path, typer.Option("--config", metavar="CONFIG", help="The run's configuration, YAML or JSON.", show_default=False)
+    Path,
+    typer.Option("-c", "--config", metavar="CONFIG", help="The run's configuration, YAML or JSON.", show_default=False),
 ]
 
 _Advance = Callable[[int], None]
+_SHOWN_BREAKS = 3
 
 
 def register(app: typer.Typer) -> None:
@@ -61,55 +63,36 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="Rollouts: .jsonl, .jsonl.gz or .parquet, one row per step. With --what-if also a batch of a run, by "
-            "the address of its page: http://HOST:PORT/#/RUN/BATCH.",
+    file: RolloutsArgument,
+    configs: Annotated[
+        list[Path],
+        typer.Option(
+            "-c",
+            "--config",
+            metavar="CONFIG",
+            help="The configuration of FILE's run, YAML or JSON. Repeat the option to compare several.",
             show_default=False,
         ),
     ],
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="CONFIG", help="The configuration of FILE's run, YAML or JSON.", show_default=False),
-    ] = None,
-    choices: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if",
-            metavar="NAME=VALUE,...",
-            help="Instead of plans, print a table of what the batches become with these settings, next to CONFIG's. "
-            f"Repeat the option for several alternatives; {USUAL}: the usual ones, except those without effect.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table of --what-if as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the batches become as one document.")] = False,
 ) -> None:
     """Print the plan of each batch in FILE, one JSON document per line, and a summary on standard error.
+
+    With several configurations, or --json, prints instead what the batches become with each: steps, tokens, padding,
+    advantages.
 
     FILE may also be a lengths file, with prompt_len and response_len instead of tokens, masks and rewards.
 
     Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
 
-    Example: gristmill plan rollouts.jsonl --config run.yaml --what-if usual --what-if merge=none,layout=packed
+    Example: gristmill plan rollouts.jsonl -c run.yaml -c packed.yaml
     """
     with refusals():
-        if "://" in source:
-            print_alternatives(alternatives_of_run(source, choices or (USUAL,)), as_json)
-            return
-        if config is None:
-            raise InvalidArgumentError("--config is missing; pass the configuration with which FILE is planned")
-        file, settings = Path(source), _read_settings(config)
-        alternatives = parse_all(choices or (), settings)
-        batches, is_lengths = _read(file, settings)
-        if is_lengths:
-            nothing = {"zero_variance_filter": None, "overlong_filter": ()}
-            settings = settings.model_copy(update=nothing | ({"stale": "count"} if settings.stale == "mask" else {}))
-        if choices:
-            sealed = [Sealed(steps) for steps in batches]
-            answers = effective(compared(sealed, settings, alternatives), choices)
-            print_alternatives([answer.figures for answer in answers], as_json)
-            return
+        if as_json or len(configs) > 1:
+            every = [_compared(file, config) for config in configs]
+            print_comparison(every, as_json)
+            raise typer.Exit(int(any(one.reason for one in every)))
+        batches, settings = _planned_batches(file, _read_settings(configs[0]))
         documents, baselines = [], NO_BASELINES
         for number, steps in enumerate(batches):
             documents.append(document := plan_batch(steps, settings, batch=number, baselines=baselines))
@@ -117,7 +100,7 @@ def plan(
             _warn(document)
             sys.stdout.buffer.write(encode_plan(document) + b"\n")
         sys.stdout.flush()
-        _summarize(documents, batches[0], settings)
+        _summarize(documents, batches, settings)
 
 
 def batch(
@@ -131,7 +114,7 @@ def batch(
 
     Writes DIR/batch-00000/plan.json and next to it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch is written
     completely or not at all, and nothing is written if any batch of FILE is invalid. Prints a summary on standard
-    error, and the cost of the first batch with other settings of balance, layout, padding and merging.
+    error.
 
     Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
     """
@@ -152,7 +135,7 @@ def batch(
             for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
         messages.print(f"{counted(len(sizes), 'shard')}, {decimal(sum(sizes))}, in {out}", markup=False)
-        _summarize([one.plan for one in built], batches[0], settings)
+        _summarize([one.plan for one in built], batches, settings)
 
 
 def show(
@@ -169,9 +152,27 @@ def show(
             screen(pipe_width=120).print(table)
 
 
+def _compared(file: Path, config: Path) -> Compared:
+    try:
+        return Compared(str(config), outcome_of(*_planned_batches(file, _read_settings(config))))
+    except InvalidArgumentError as error:
+        return Compared(str(config), None, str(error).removeprefix(f"{config}: "))
+
+
+def _planned_batches(file: Path, config: RunConfig) -> tuple[list[Steps], RunConfig]:
+    """Returns the file's batches and their configuration: for lengths, without the filters that read tokens."""
+    batches, is_lengths = _read(file, config)
+    if not is_lengths:
+        return batches, config
+    stale = "count" if config.stale == "mask" else config.stale
+    return batches, config.model_copy(update={"zero_variance_filter": None, "overlong_filter": (), "stale": stale})
+
+
 def _read_settings(path: Path) -> RunConfig:
     """Reads the run's settings. Also raises InvalidArgumentError for settings that only a service supports."""
     config = read_config(path)
+    for warning in warnings_of(config):
+        messages.print(f"[yellow]warning:[/] {escape(str(path))}: {warning}")
     if config.zero_variance_filter == "replace":
         raise InvalidArgumentError(
             f"{path}: zero_variance_filter: replace replaces a group with equal scores by the next group, and a file "
@@ -189,8 +190,6 @@ def _refuse_written(path: Path, config: RunConfig) -> None:
 
 
 def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
-    for warning in warnings_of(config):
-        messages.print(f"[yellow]warning:[/] {warning}")
     size = file.stat().st_size if file.is_file() else None
     with _bar("Reading rollouts", size, DownloadColumn()) as advance:
         done = 0
@@ -214,17 +213,23 @@ def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Adva
         yield built
 
 
-def _summarize(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -> None:
-    """Prints the totals of the plans, where merging broke, and the cost of the first batch with other settings."""
+def _summarize(plans: Sequence[PlanDocument], batches: Sequence[Steps], config: RunConfig) -> None:
+    """Prints the totals of the plans, where merging broke, and the tokens around the first breaks."""
     messages.print(_totals(plans))
-    if broken := _broken(plans):
-        messages.print(broken)
-    alternatives = effective(compared([Sealed(first)], config, cheaper(config)))
-    figures = [alternative.figures for alternative in alternatives]
-    table = alternatives_table(figures, "rows", "padding rows", "tokens", "padding share", "slowest rank")
-    table.columns[0].header = "first batch" if len(plans) > 1 else ""
-    # The width in a pipe or a log, where no column may be cut.
-    Console(stderr=True, highlight=False, width=None if messages.is_terminal else 120).print(table)
+    broken = next((steps for plan, steps in zip(plans, batches, strict=True) if plan.merge_mismatches), None)
+    if broken is not None:
+        messages.print(_broken(plans))
+        for one in first_breaks(broken, config, _SHOWN_BREAKS):
+            messages.print(f"  {_shown_break(one)}", markup=False)
+
+
+def _shown_break(one: Break) -> str:
+    difference = (
+        f"{one.column} differs from step {one.before}"
+        if one.column
+        else f"after {one.same}, {one.was} of step {one.before} came back as {one.now}"
+    )
+    return f"{one.trajectory} step {one.step}: {difference}"
 
 
 def _totals(plans: Sequence[PlanDocument]) -> str:
@@ -240,13 +245,12 @@ def _totals(plans: Sequence[PlanDocument]) -> str:
 
 
 def _broken(plans: Sequence[PlanDocument]) -> str:
-    """Returns how many trajectories became several rows, and at how many of their steps for each cause; empty if
-    none."""
+    """Returns how many trajectories became several rows, and at how many of their steps for each cause."""
     mismatches = [(plan.batch, one) for plan in plans for one in plan.merge_mismatches]
     trajectories = len({(batch, one.uid, one.round, one.sample) for batch, one in mismatches})
     causes = Counter(one.cause for _, one in mismatches)
     steps = ", ".join(f"{count:,} {_CAUSES[cause]}" for cause, count in causes.most_common())
-    return f"merging broke in {counted(trajectories, 'trajectory', 'trajectories')}: {steps}" if mismatches else ""
+    return f"merging broke in {counted(trajectories, 'trajectory', 'trajectories')}: {steps}"
 
 
 _CAUSES = {

@@ -19,7 +19,7 @@ export class BatchView {
   constructor(run, history) {
     this.run = run;
     this.history = history;
-    this.batch = this.refused = null;
+    this.batch = null;
     this.offered = [];
     this.choices = make("div", { class: "bar" });
     this.facts = make("p", { class: "quiet small" });
@@ -56,7 +56,7 @@ export class BatchView {
     }
     if (wanted !== this.wanted) return;
     const isOther = batch !== this.batch;
-    Object.assign(this, { batch, refused: null, answer: picture, model, miniBatch, uid });
+    Object.assign(this, { batch, answer: picture, model, miniBatch, uid });
     this.facts.textContent = facts(picture);
     this.showChoices();
     const longest = shard === null ? null : longestRow(picture, shard);
@@ -85,7 +85,7 @@ export class BatchView {
   }
 
   async refuse(batch, error) {
-    Object.assign(this, { batch: null, refused: batch });
+    this.batch = null;
     this.facts.textContent = "";
     this.showChoices(batch);
     const words = make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`), { wanted } = this;

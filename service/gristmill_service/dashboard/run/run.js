@@ -23,7 +23,7 @@ export class RunView {
     this.history = new HistoryView(name, batch => { location.hash = addressOf({ run: name, batch }); });
     this.batch = new BatchView(name, this.history);
     this.timeline = new TimelineView(name);
-    this.settings = new SettingsView(name, () => this.batch.batch ?? this.batch.refused);
+    this.settings = new SettingsView(name);
     this.waiting = make("div", {});
     this.node = make("div", {}, this.title, this.findings, this.tiles, this.history.node, this.batch.node, this.timeline.node,
       section("What waits, and for how long", this.waiting), section("Find groups", this.search.node), this.settings.node);

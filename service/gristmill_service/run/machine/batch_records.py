@@ -10,13 +10,9 @@ from collections.abc import Iterable
 from functools import reduce
 from itertools import pairwise
 
-from msgspec.structs import replace
-
 from gristmill_service.pipeline.figures import Figures
 
 MOST = 1024
-MOST_OUTLINE_BYTES = 1 << 20
-"""Of the newest batches."""
 
 
 def keep(records: list[Figures], record: Figures) -> None:
@@ -29,13 +25,6 @@ def keep(records: list[Figures], record: Figures) -> None:
     if len(records) > MOST:
         paired = [one.joined(other) for one, other in list(pairwise(records))[::2]]
         records[:] = paired + records[2 * len(paired) :]
-    nbytes = 0
-    for place in reversed(range(len(records))):
-        size = len(records[place].outline)
-        if nbytes + size > MOST_OUTLINE_BYTES:
-            records[place] = replace(records[place], outline=b"")
-        else:
-            nbytes += size
 
 
 def total(records: Iterable[Figures]) -> Figures | None:

@@ -17,7 +17,7 @@ from gristmill_service.run.machine.archived_groups import ArchivedGroups, Segmen
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
-FORMAT = 3
+FORMAT = 4
 
 
 def _encode_archive(value: object) -> list[int]:
