@@ -17,8 +17,8 @@ from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.estimators import Float64s, GroupEstimator, Groups
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit.advantage import trajectory_scores
-from gristmill_service.pipeline.scored_batch import score_batch
 from tests import naive
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import Row
 
@@ -101,7 +101,7 @@ def advantages_of(groups: list[list[float]], **more: Any) -> list[float]:
     ]
     estimator = more.pop("advantage_estimator", "grpo")
     settings = config(estimator, max(map(len, groups)), train_batch_size=len(groups), policy_mini_batch_size=1, **more)
-    credit = score_batch(from_rows(rows, step_wise=False), settings, None).credit
+    credit = planned(from_rows(rows, step_wise=False), settings, None).credit
     assert credit is not None
     advantages: list[float] = credit.advantages.tolist()
     return advantages
@@ -144,7 +144,7 @@ def test_opo_counts_no_token_that_is_an_observation_or_masked_by_a_filter() -> N
         make_row(sample=2, prompt=[1], response=[2] * 9, loss_mask=[1] * 9, reward=5.0, stop_reason="length"),
     ]
     settings = config("opo", 3, overlong_filter=["length"])
-    credit = score_batch(from_rows(rows, step_wise=False), settings, None).credit
+    credit = planned(from_rows(rows, step_wise=False), settings, None).credit
     assert credit is not None
     assert credit.advantages.tolist() == [0.5, -0.5, 4.5]
 
@@ -159,8 +159,8 @@ def test_opo_counts_the_tokens_that_were_sampled_also_where_merging_takes_others
     ]
     merging = {"merge": merge} | ({"retokenized_tail": 1} if merge == "prefix" else {})
     settings = config("opo", 2, **{"step_wise": True, **merging})
-    scored = score_batch(from_rows(rows), settings, None)
-    assert len(scored.rows) == (2 if merge == "prefix" else 3)
+    scored = planned(from_rows(rows), settings, None)
+    assert len(scored.numbers.rows) == (2 if merge == "prefix" else 3)
     assert scored.credit is not None
     assert scored.credit.advantages.tolist() == pytest.approx([3 - 9 / 5, -9 / 5])
 
@@ -310,8 +310,8 @@ def test_equal_rewards_in_another_order_are_equal_scores(
     estimator: str, rewards: tuple[list[float], list[float]] | tuple[list[list[float]], list[list[float]]]
 ) -> None:
     settings = config(estimator, 2, step_wise=True, trajectory_score="sum", zero_variance_filter="mask")
-    scored = score_batch(from_rows(trajectories(*rewards)), settings, None)
-    assert scored.scores.tolist() == [math.fsum([0.1, 0.2, 0.3])] * 2
+    scored = planned(from_rows(trajectories(*rewards)), settings, None)
+    assert scored.numbers.scores.tolist() == [math.fsum([0.1, 0.2, 0.3])] * 2
     assert scored.credit is not None
     assert scored.credit.advantages.tolist() == [0.0, 0.0]
     assert scored.counts["zero_variance_groups"] == 1

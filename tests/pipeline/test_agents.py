@@ -12,8 +12,8 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.scored_batch import score_batch
 from tests.pipeline.credit import advantages_of, assert_same_however_laid_out
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row, batches_and_settings
 
@@ -70,7 +70,7 @@ def test_a_length_penalty_is_relative_to_the_comparison_group() -> None:
 def test_equal_scores_of_one_agent_are_masked_and_others_are_trained() -> None:
     rows = rows_of([("a", "", 1.0), ("a", "", 1.0), ("b", "", 0.0), ("b", "", 1.0)])
     config = parse_config(config_of(rows, zero_variance_filter="mask"))
-    scored = score_batch(from_rows(rows), config, None)
+    scored = planned(from_rows(rows), config, None)
     assert scored.trained.tolist() == [False, False, True, True]
     assert scored.counts["zero_variance_groups"] == 1
     assert build_batch(from_rows(rows), config, run="r", batch=0).stats().groups.zero_variance == 0
@@ -82,7 +82,7 @@ def test_equal_scores_of_one_agent_are_masked_and_others_are_trained() -> None:
 def test_a_trajectory_has_one_agent() -> None:
     rows = [make_row(step=step, last=step == 1, agent=agent) for step, agent in enumerate(["a", "b"])]
     with pytest.raises(InvalidArgumentError, match="uid 'a' sample 0 step 1: agent 'b' differs from 'a' on step 0"):
-        score_batch(from_rows(rows), parse_config(make_config()), None)
+        planned(from_rows(rows), parse_config(make_config()), None)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "passk", "maxrl", "gigpo"])

@@ -14,8 +14,8 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit.baselines import BaselineKey
 from gristmill_service.pipeline.plan_document import baselines_after, decode_plan, encode_plan
-from gristmill_service.pipeline.scored_batch import score_batch
 from tests.pipeline.credit import advantages_of
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row
 
@@ -30,7 +30,7 @@ def estimated(
     rows: list[Row], before: dict[BaselineKey, float], **settings: Any
 ) -> tuple[list[float], dict[Any, float]]:
     config = parse_config(make_config() | HALF | settings)
-    credit = score_batch(from_rows(rows), config, None, baselines=before).credit
+    credit = planned(from_rows(rows), config, None, baselines=before).credit
     assert credit is not None
     return credit.advantages.tolist(), dict(credit.baselines)
 
@@ -59,7 +59,7 @@ def test_a_length_penalty_and_a_kl_change_what_is_compared() -> None:
     settings = {"columns": [column], "kl_in_reward": {"coef": 0.5, "column": "kl"}}
     config = parse_config(make_config() | HALF | settings)
     steps = from_rows([row | {"kl": 1.0} for row in rows_of([("a", 2.0)])], columns=config.columns)
-    credit = score_batch(steps, config, None).credit
+    credit = planned(steps, config, None).credit
     assert credit is not None
     assert credit.advantages.tolist() == [1.5]
     assert estimated(rows_of([("a", 2.0)]), {}, length_penalty={"turns": 0.5})[0] == [1.0]

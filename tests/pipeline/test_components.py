@@ -18,9 +18,9 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli.offline.rollout_files import read_batches
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from gristmill_service.pipeline.scored_batch import score_batch
 from tests import naive
 from tests.pipeline.credit import assert_same_however_laid_out
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row, batches_and_settings
 
@@ -47,7 +47,7 @@ def built(rows: list[Row], **settings: Any) -> BuiltBatch:
 
 
 def advantages(rows: list[Row], **settings: Any) -> list[float]:
-    scored = score_batch(from_rows(rows, step_wise=False), parse_config(config_of(rows, **settings)), None)
+    scored = planned(from_rows(rows, step_wise=False), parse_config(config_of(rows, **settings)), None)
     assert scored.credit is not None
     values: list[float] = scored.credit.advantages.tolist()
     return values
@@ -173,4 +173,4 @@ def test_a_parquet_file_has_components_as_a_struct(tmp_path: Path) -> None:
 def test_a_lengths_file_needs_none() -> None:
     table = from_rows(rows_of({}, {}), step_wise=False)
     bare = replace(table, tokens=replace(table.tokens, values=table.tokens.values[:0]))
-    assert score_batch(bare, parse_config(config_of(rows_of({}, {}))), None).credit is not None
+    assert planned(bare, parse_config(config_of(rows_of({}, {}))), None).credit is not None

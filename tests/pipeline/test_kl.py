@@ -27,7 +27,6 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     response_rewards,
     reward_column,
 )
-from gristmill_service.pipeline.scored_batch import score_batch
 from tests.pipeline.credit import (
     BATCHES,
     LOGPROBS,
@@ -38,6 +37,7 @@ from tests.pipeline.credit import (
     received_of,
     tokens_of,
 )
+from tests.pipeline.plans import planned
 from tests.rows import make_config
 from tests.strategies import rollouts
 
@@ -148,7 +148,7 @@ def test_a_column_of_row_sums_gives_the_same_advantages_whatever_merges(rows: li
         settings = config(
             merge=merge, columns=[SUMS], kl_in_reward={"coef": 0.5, "column": "klsum"}, train_batch_size=2
         )
-        credit = score_batch(from_rows(summed, columns=settings.columns), settings, None).credit
+        credit = planned(from_rows(summed, columns=settings.columns), settings, None).credit
         assert credit is not None
         computed.append(credit.advantages.tolist())
     assert computed[0] == computed[1] == computed[2]

@@ -9,19 +9,20 @@ from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
+from gristmill_service.pipeline.planning import Plan
 from tests.pipeline.credit import assert_same_however_laid_out
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row, batches_and_settings
 
 RAW = {"grpo_norm_by_std": False}
 
 
-def scored(rows: list[Row], **settings: Any) -> ScoredBatch:
+def scored(rows: list[Row], **settings: Any) -> Plan:
     groups, samples = len({row["uid"] for row in rows}), len({row["sample"] for row in rows})
     sizes = {"train_batch_size": groups, "policy_mini_batch_size": groups, "n_samples_per_prompt": samples}
     config = parse_config(make_config() | sizes | {"step_wise": True} | settings)
-    return score_batch(from_rows(rows), config, None)
+    return planned(from_rows(rows), config, None)
 
 
 def advantages(rows: list[Row], **settings: Any) -> list[float]:
@@ -43,7 +44,7 @@ def test_a_score_loses_the_groups_mean_times_its_share_of_the_longest_response()
     """Scores 1 and 3 of mean 2, of 4 and 2 tokens: 1 - 2·0.5·1 = 0 and 3 - 2·0.5·0.5 = 2.5, of mean 1.25."""
     rows = rows_of(4, 2, rewards=[1.0, 3.0])
     assert advantages(rows, length_penalty={"output_tokens": 0.5}, **RAW) == [-1.25, 1.25]
-    assert scored(rows, length_penalty={"output_tokens": 0.5}).scores.tolist() == [1.0, 3.0]
+    assert scored(rows, length_penalty={"output_tokens": 0.5}).numbers.scores.tolist() == [1.0, 3.0]
 
 
 def test_each_group_has_its_own_mean_and_maximum() -> None:

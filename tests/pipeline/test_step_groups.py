@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.scored_batch import score_batch
 from tests import naive
 from tests.pipeline.credit import assert_same_however_laid_out
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row, batches_and_settings
 
@@ -41,7 +41,7 @@ def advantages(
     sizes = {"train_batch_size": groups, "policy_mini_batch_size": groups, "n_samples_per_prompt": samples}
     rule = {"key": key, "omega": omega, "gamma": gamma}
     config = parse_config(make_config() | sizes | GIGPO | {"step_groups": rule} | settings)
-    credit = score_batch(from_rows(rows), config, None).credit
+    credit = planned(from_rows(rows), config, None).credit
     assert credit is not None
     assert credit.of_tokens is not None
     values: list[float] = credit.of_tokens.advantages.tolist()

@@ -16,8 +16,8 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit import trained_tokens
 from gristmill_service.pipeline.credit.kl import check_credit_columns
-from gristmill_service.pipeline.scored_batch import score_batch
 from tests import naive
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row
 
@@ -40,7 +40,7 @@ def config_of(rows: list[Row], **settings: Any) -> dict[str, Any]:
 def credit(rows: list[Row], **settings: Any) -> tuple[list[float], list[float]]:
     """Advantages and returns of the trained tokens."""
     config = parse_config(config_of(rows, **settings))
-    scored = score_batch(from_rows(rows, columns=config.columns), config, None)
+    scored = planned(from_rows(rows, columns=config.columns), config, None)
     assert scored.credit is not None
     assert scored.credit.of_tokens is not None
     returns = scored.credit.of_tokens.returns

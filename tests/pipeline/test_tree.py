@@ -48,8 +48,8 @@ def test_a_compacted_context_begins_a_row_and_is_held_against_the_sequence_most_
     assert batch.plan.steps == [[0, 1], [2], [3]]
     assert [(mismatch.step, mismatch.index) for mismatch in batch.plan.merge_mismatches] == [(2, 0), (3, 3)]
     # Both against the first row: one differs in its prompt, the other in its response.
-    assert batch.stats().mismatches == {"prompt": 2, "further": 0}
-    assert tree(([1, 2], [3, 4]), ([1, 2, 3, 9], [6])).stats().mismatches == {"response": 1, "further": 0}
+    assert batch.stats().mismatches == {"prompt": 2}
+    assert tree(([1, 2], [3, 4]), ([1, 2, 3, 9], [6])).stats().mismatches == {"response": 1}
     assert tree(([1, 2], [3, 4]), ([7], [8]), ([1, 2, 3], [6])).stats().mismatches == {
         "prompt": 1,
         "truncated": 1,
@@ -59,7 +59,7 @@ def test_a_compacted_context_begins_a_row_and_is_held_against_the_sequence_most_
 
 def test_forks_are_no_mismatches() -> None:
     stats = tree(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 5], [6]), ([9], [9])).stats()
-    assert stats.mismatches == {"prompt": 1, "further": 0}
+    assert stats.mismatches == {"prompt": 1}
     assert stats.merged == 1
 
 

@@ -32,12 +32,13 @@ from gristmill_service.pipeline.layout.iovec import Iovec, Region, join
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
-from gristmill_service.pipeline.scored_batch import StageTimer
+from gristmill_service.pipeline.stages import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written, WrittenRows
 from gristmill_service.run.capacity import RowBudget, ShardRoom
 from gristmill_service.run.machine.answers import ColumnPlace, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state
 from gristmill_service.run.machine.state import State, apply
+from gristmill_service.run.recent_tables import RecentTables
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.run import Run, Shared
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
@@ -285,9 +286,8 @@ def shared_by(
 ) -> Shared:
     """What runs share in a service."""
     room, budget = room or ShardRoom(), budget or RowBudget(8 << 30)
-    return Shared(
-        store, room, budget, build_batch, Monitor, clock, builders, _log_threads, _snapshot_thread, asyncio.Lock()
-    )
+    threads = (builders, _log_threads, _snapshot_thread)
+    return Shared(store, room, budget, build_batch, Monitor, clock, *threads, asyncio.Lock(), RecentTables())
 
 
 async def settle(run: Any, builders: HeldBuilders) -> None:

@@ -18,7 +18,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit.assignment import Credit
 from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
-from gristmill_service.pipeline.scored_batch import score_batch
+from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row
 from tests.strategies import Row
 
@@ -93,7 +93,7 @@ def credit_of(rows: list[Row], baselines: Baselines = NO_BASELINES, **settings: 
     groups = len({row["uid"] for row in rows})
     sizes = {"train_batch_size": groups, "policy_mini_batch_size": groups, "n_samples_per_prompt": 16}
     config = parse_config(make_config() | sizes | settings)
-    credit = score_batch(from_rows(rows, columns=config.columns), config, None, baselines=baselines).credit
+    credit = planned(from_rows(rows, columns=config.columns), config, None, baselines=baselines).credit
     assert credit is not None
     return credit
 

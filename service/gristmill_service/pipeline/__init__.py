@@ -11,22 +11,26 @@ tensor, such as the prompt in a tensor of whole sequences.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from gristmill._wire.batch_table import BatchTable
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
-from gristmill_service.pipeline.figures import Figures, count, figures
-from gristmill_service.pipeline.layout.batch_shards import shards
+from gristmill_service.pipeline.figures import Figures, figures, padding_shares
+from gristmill_service.pipeline.layout.batch_shards import layouts_of, shards
 from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.numbers import numbers_of
 from gristmill_service.pipeline.plan_document import PlanDocument, plan_document
-from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, ShardAddress
-from gristmill_service.pipeline.scheduling.schedule import schedule
-from gristmill_service.pipeline.scored_batch import ScoredBatch, StageTimer, no_timer, score_batch, with_columns
+from gristmill_service.pipeline.planning import make_plan, scheduled, with_columns
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
+from gristmill_service.pipeline.stages import StageTimer, no_timer
+from gristmill_service.pipeline.table import table_of
 from gristmill_service.pipeline.written import ShardForm, Written, form_of, values_of_steps
 
-__all__ = ["BuiltBatch", "build_batch", "plan_batch", "scheduled"]
+__all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +43,7 @@ class BuiltBatch:
     """
 
     plan: PlanDocument
+    table: BatchTable
     shards: Sequence[Shard]
     stats: Callable[[], Figures]
     """Computes the figures, on demand because few callers need them."""
@@ -70,45 +75,47 @@ def build_batch(
     timed: returns the context in which to run the stage with this name.
     Raises InvalidArgumentError if the rows violate a rule or cannot be aligned.
     """
-    scored = score_batch(steps, config, policy_version, timed, begun, baselines)
-    with timed("schedule"):
-        mini_batches = scheduled(scored, config)
+    numbers, received = numbers_of(steps, config, policy_version, timed)
+    plan = make_plan(numbers, received, config, begun=begun, baselines=baselines, timed=timed)
     if written is not None:
         with timed("advantage"):
-            places = mini_batches
-            if written_ranks != config.dp_size:
-                places = scheduled(scored, with_dp_size(config, written_ranks))
-            values = values_of_steps(written, scored.rows, scored.received, places, config)
-            scored = with_columns(scored, values, config)
+            ranks = with_dp_size(config, written_ranks)
+            places = plan.mini_batches if written_ranks == config.dp_size else scheduled(plan, ranks)
+            values = values_of_steps(written, numbers.rows, received, places, config)
+            received = replace(received, steps=replace(received.steps, extras={**received.steps.extras, **values}))
+            plan = with_columns(plan, received, config)
     with timed("layout"):
-        laid_out = shards(scored, mini_batches, config, run=run, batch=batch)
+        layouts = layouts_of(plan, config)
+        laid_out = shards(plan, received, layouts, config, run=run, batch=batch)
     with timed("plan"):
-        counts = count(scored, mini_batches, laid_out)
-        document = plan_document(scored, mini_batches, config, batch, laid_out, counts)
+        table = table_of(plan, received, layouts, config)
+        size = sum(shard.size for shard in laid_out)
+        document = plan_document(plan, table, layouts, config, batch, size)
     return BuiltBatch(
         document,
+        table,
         laid_out,
-        lambda: figures(scored, mini_batches, laid_out, config, batch, counts, steps.tokens.total),
-        scored.awaits,
+        lambda: figures(table, batch, padding_shares(plan, table, config), _column_bytes(laid_out)),
+        plan.awaits,
         {
-            shard.address: form_of(shard, scored, config)
+            shard.address: form_of(shard, plan, received, config)
             for shard in laid_out
-            if scored.awaits and shard.address.model == "policy"
+            if plan.awaits and shard.address.model == "policy"
         },
     )
 
 
-def plan_batch(steps: Steps, config: RunConfig, *, batch: int, baselines: Baselines = NO_BASELINES) -> PlanDocument:
-    """Returns a batch's plan without its shards. The table may contain only lengths, without tokens. baselines: those
-    of the run before the batch."""
-    scored = score_batch(steps, config, None, baselines=baselines)
-    mini_batches = scheduled(scored, config)
-    return plan_document(scored, mini_batches, config, batch, None, count(scored, mini_batches, None))
+def plan_batch(
+    steps: Steps, config: RunConfig, *, batch: int, baselines: Baselines = NO_BASELINES
+) -> tuple[PlanDocument, BatchTable]:
+    """Returns a batch's plan and its table, without shards. The rows may have only lengths, without tokens. baselines:
+    those of the run before the batch."""
+    numbers, received = numbers_of(steps, config)
+    plan = make_plan(numbers, received, config, baselines=baselines)
+    layouts = layouts_of(plan, config)
+    table = table_of(plan, received, layouts, config)
+    return plan_document(plan, table, layouts, config, batch, None), table
 
 
-def scheduled(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
-    """Returns the mini-batches of all models, the policy's first."""
-    partitions = None if scored.partitions is None else scored.partitions.of_rows
-    return schedule(
-        scored.rows.lengths, scored.row_group_bounds, config, scored.sharing, partitions, costs=scored.costs
-    )
+def _column_bytes(laid_out: Sequence[Shard]) -> Counter[str]:
+    return sum((Counter(shard.column_bytes) for shard in laid_out), Counter[str]())

@@ -6,25 +6,21 @@ count them, and a run's log stores them. Shards do not contain them.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.batch_table import BatchTable
 from gristmill._wire.columns import Int64s
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.layout.columns import Block
-from gristmill_service.pipeline.layout.shard import Shard
-from gristmill_service.pipeline.rows.joins import breaks
-from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
-from gristmill_service.pipeline.scored_batch import ScoredBatch
+from gristmill_service.pipeline.planning import Plan
 
-CAUSES = ("prompt", "response", "truncated", "column", "further")
 LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
 MOST_TAGS = 8
 MOST_MEANS = 65
@@ -97,10 +93,11 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     tags: counts of each tag's groups, "" for those without; empty if no group has one. Logs keep `MOST_TAGS`.
     stale_rows, misaligned_rows, and their tokens: of groups dropped for that reason. merged_tokens: saved by merging.
         realigned_tokens: sampled ones in no row, because a later prompt has other tokens in their place.
-    mismatches: the breaks by cause, see `break_causes`. column_bytes: of the shards of all models, by declared column.
+    mismatches: the breaks by cause, see `_causes`. column_bytes: of the shards of all models, by declared column.
     padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would be.
     staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
-    means: see `Counts`.
+    means: the mean score of each agent, the mean of each component of rewards, and the running baselines after the
+        batch, under their names in the plan's metrics.
 
     A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
     """
@@ -170,168 +167,104 @@ def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
     return {tag: tags[tag] for tag in sorted(dict(groups.most_common(MOST_TAGS)))}
 
 
-class Counts(NamedTuple):
-    """Counts of a batch's groups: all, and those of each tag. means: the mean score of each agent, the mean of each
-    component of rewards, and the running baselines after the batch, under their names in the plan's metrics; at most
-    `MOST_MEANS` of each kind."""
-
-    groups: GroupCounts
-    tags: dict[str, GroupCounts]
-    means: dict[str, Mean]
+def counts_of(table: BatchTable) -> tuple[GroupCounts, dict[str, GroupCounts]]:
+    """Counts all groups, and those of each tag if any group has one."""
+    tags = table.groups["tag"]
+    every = _counted(table, np.ones(len(tags), np.bool_))
+    named = {tag: number for number, tag in enumerate(table.texts["tags"])}
+    return every, {tag: _counted(table, tags == named[tag]) for tag in sorted(named)} if any(named) else {}
 
 
-def _means_by_name(scored: ScoredBatch) -> dict[str, Mean]:
-    terms: dict[str, list[float]] = {}
-    scores, received = scored.scores.tolist(), scored.received
-    for agent, score in zip(received.agents or (), scores, strict=False):
-        terms.setdefault(f"agents/{agent or 'none'}/score_mean", []).append(score)
-    for components in received.components or ():
-        for name, number in components.items():
-            terms.setdefault(f"components/{name}/mean", []).append(number)
-    after = {} if scored.credit is None else scored.credit.baselines
-    for (tag, agent), baseline in sorted(after.items())[:MOST_MEANS]:
-        terms[f"baselines/{tag or 'none'}/{agent or 'none'}"] = [baseline]
-    return {name: Mean(len(numbers), math.fsum(numbers)) for name, numbers in terms.items()}
+def _counted(table: BatchTable, groups: NDArray[np.bool_]) -> GroupCounts:
+    """Counts some groups. groups: bool (groups,)."""
+    if not groups.any():
+        return GroupCounts()
+    rows, trajectories = table.rows, table.trajectories
+    chosen = groups[trajectories["group"]]
+    trained = chosen[rows["trajectory"]] & (rows["policy.rank"] >= 0)
+    lengths, scores = rows["length"][trained], trajectories["score"][chosen]
+    best = np.zeros(len(groups))
+    np.maximum.at(best, trajectories["group"][chosen], scores)
+    return GroupCounts(
+        groups=int(groups.sum()),
+        trajectories=len(scores),
+        score_sum=float(scores.sum()),
+        response_tokens=_total(trajectories["response"][chosen]),
+        solved=int((best[groups] > 0).sum()),
+        zero_variance=int(table.groups["zero_variance"][groups].sum()),
+        reward_sum=float(trajectories["reward"][chosen].sum()),
+        rows=len(lengths),
+        tokens=_total(lengths),
+        loss_tokens=_total(rows["trained"][trained]),
+        padding=_total(rows["policy.width"][trained]) - _total(lengths),
+    )
 
 
-def count(scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], laid_out: Sequence[Shard] | None) -> Counts:
-    """Counts all groups, and those of each tag if any group has one. laid_out: None if the batch is only planned."""
-    policy = [part for part in mini_batches if part.model == "policy"]
-    received, scores, lengths, means = scored.received, scored.scores, scored.rows.lengths, _means_by_name(scored)
-    if not received.groups:
-        return Counts(GroupCounts(), {}, means)
-    begins, sizes = received.group_bounds[:-1], np.diff(received.group_bounds)
-    best = np.maximum.reduceat(scores, begins)
-    differ = np.zeros(len(sizes), np.bool_)
-    differ[received.trajectory_groups[received.compared.differ(scores)[received.compared.numbers]]] = True
-    flat = (sizes > 1) & ~differ
-    responses = np.add.reduceat(received.steps.response_lengths, received.trajectory_bounds[:-1])
-    rewards = np.add.reduceat(received.steps.rewards, received.trajectory_bounds[:-1])
-    kept = np.zeros(len(scored.rows), np.bool_)
-    for part in policy:
-        kept[part.start : part.kept_end] = True
-    padding = np.zeros_like(lengths) if laid_out is None else _row_padding(scored, policy, laid_out)
-
-    def counted(groups: NDArray[np.bool_]) -> GroupCounts:
-        trajectories, rows = groups[received.trajectory_groups], kept & groups[scored.row_groups]
-        return GroupCounts(
-            groups=int(groups.sum()),
-            trajectories=int(trajectories.sum()),
-            score_sum=float(scores[trajectories].sum()),
-            response_tokens=int(responses[trajectories].sum()),
-            solved=int((best[groups] > 0).sum()),
-            zero_variance=int(flat[groups].sum()),
-            reward_sum=float(rewards[trajectories].sum()),
-            rows=int(rows.sum()),
-            tokens=int(lengths[rows].sum()),
-            loss_tokens=int(scored.loss_tokens[rows].sum()),
-            padding=int(padding[rows].sum()),
-        )
-
-    tags = np.array(received.tags)
-    by_tag = {tag: counted(tags == tag) for tag in sorted(set(received.tags))} if any(received.tags) else {}
-    return Counts(counted(np.ones(len(received.groups), np.bool_)), by_tag, means)
+def staleness_of(table: BatchTable) -> Int64s:
+    """Returns how many versions each trajectory with a known policy version is behind."""
+    behind: Int64s = table.trajectories["behind"].astype(np.int64)
+    return behind[behind > UNKNOWN]
 
 
 def figures(
-    scored: ScoredBatch,
-    mini_batches: Sequence[MiniBatchPlan],
-    laid_out: Sequence[Shard],
-    config: RunConfig,
-    batch: int,
-    counts: Counts,
-    tokens_submitted: int,
+    table: BatchTable, batch: int, padding_shares: Mapping[str, float], column_bytes: Mapping[str, int]
 ) -> Figures:
-    """Returns a batch's figures, without times. tokens_submitted: prompt and response tokens of all submitted rows,
-    including stale groups."""
-    policy = [part for part in mini_batches if part.model == "policy"]
-    groups, tags, means = counts
-    steps, rows, staleness = scored.received.steps, scored.rows, scored.staleness
-    fresh, merged = steps.tokens.total, int(rows.lengths.sum())
-    elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
-    distinct = groups.tokens - (0 if scored.sharing is None else scored.sharing.shared_tokens(policy))
-    mismatches = break_causes(scored, config)
+    """Returns a batch's figures, without times: sums of its table. padding_shares: see `padding_shares`. column_bytes:
+    of the shards, by declared column."""
+    groups, tags = counts_of(table)
+    facts, staleness, lengths = table.facts, staleness_of(table), table.rows["length"]
     versions, trajectories = np.unique(staleness, return_counts=True)
+    causes = Counter(table.texts["causes"][cause] for cause in table.breaks["cause"].tolist())
     return Figures(
         first=batch,
         last=batch,
         groups=groups,
-        rows=scored.rows_received,
-        merged=len(steps) - len(rows),
+        rows=facts["rows_received"],
+        merged=facts["steps"] - len(lengths),
         trained=groups.rows,
-        padding=sum(part.padding_rows for part in policy),
+        padding=facts["padding_rows"],
         tokens=groups.tokens,
-        distinct=distinct,
-        elements=elements,
+        distinct=groups.tokens - facts["shared_tokens"],
+        elements=facts["elements"],
         loss_tokens=groups.loss_tokens,
-        breaks=sum(mismatches.values()),
+        breaks=causes.total(),
         stale=int(staleness.sum()),
         versioned=len(staleness),
         stalest=int(staleness.max(initial=0)),
         tags=tags,
-        stale_rows=scored.rows_received - len(steps),
-        stale_tokens=tokens_submitted - fresh,
-        misaligned_rows=len(rows) - groups.rows,
-        misaligned_tokens=merged - groups.tokens,
-        merged_tokens=fresh - merged,
-        realigned_tokens=scored.counts.get("realigned_tokens", 0),
-        mismatches=mismatches,
-        column_bytes=dict(sum((Counter(shard.column_bytes) for shard in laid_out), Counter())),
-        padding_shares=_padding_shares(scored, policy, config, groups.tokens, 1 - distinct / elements)
-        if elements
-        else {},
+        stale_rows=facts["rows_received"] - facts["steps"],
+        stale_tokens=facts["tokens_received"] - facts["fresh_tokens"],
+        misaligned_rows=len(lengths) - groups.rows,
+        misaligned_tokens=_total(lengths) - groups.tokens,
+        merged_tokens=facts["fresh_tokens"] - _total(lengths),
+        realigned_tokens=facts["realigned_tokens"],
+        mismatches=dict(causes),
+        column_bytes=dict(column_bytes),
+        padding_shares=dict(padding_shares),
         staleness=dict(zip(versions.tolist(), trajectories.tolist(), strict=True)),
-        means=means,
+        means={name: Mean(*mean) for name, mean in facts["means"].items()},
     )
 
 
-def _row_padding(scored: ScoredBatch, policy: Sequence[MiniBatchPlan], laid_out: Sequence[Shard]) -> Int64s:
-    """Counts the elements of `sequences` that are padding in each row, without padding rows."""
-    placed = np.concatenate([rank.rows for part in policy for rank in part.ranks])
-    lengths = scored.rows.lengths
-    widths = [
-        lengths[placed[block.begin : block.end]] + _tails(shard, block)
-        if block.widths is None
-        else np.full(block.end - block.begin, block.widths["sequence"])
-        for shard in laid_out
-        if shard.address.model == "policy"
-        for block in shard.blocks
-    ]
-    rows, padding = placed[placed >= 0], np.zeros_like(lengths)
-    padding[rows] = np.concatenate(widths)[placed >= 0] - lengths[rows]
-    return padding
-
-
-def _tails(shard: Shard, block: Block) -> Int64s | int:
-    """Returns the padding after each row of a block on a token axis."""
-    tails = shard.placed.placement.tails
-    return 0 if tails is None else tails[block.begin : block.end]
-
-
-def break_causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
-    """Counts steps that joined no other, by cause. Only the first such steps of a trajectory are examined; `further`
-    counts the others."""
-    if not config.merging.joins:
+def padding_shares(plan: Plan, table: BatchTable, config: RunConfig) -> dict[str, float]:
+    """Returns the share of padding in the policy's shards as they are laid out, as `packed`, and with each
+    `pad_width`."""
+    elements = table.facts["elements"]
+    if not elements:
         return {}
-    causes = Counter[str](mismatch.cause for mismatch in scored.mismatches)
-    in_all = len(breaks(scored.received, scored.rows.first))
-    return {**causes, "further": in_all - causes.total()}
-
-
-def _padding_shares(
-    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, laid_out: float
-) -> dict[str, float]:
-    lengths = np.append(scored.rows.lengths, config.padding_row_tokens)
-    ranks = [rank for part in policy for rank in part.ranks]
+    lengths = np.append(plan.numbers.rows.lengths, config.padding_row_tokens)
+    ranks = [rank for part in plan.policy for rank in part.ranks]
     placed = lengths[np.concatenate([rank.rows for rank in ranks])]
     begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])
     edges = {
         "micro_batch": np.concatenate([begin + rank.bounds[:-1] for begin, rank in zip(begins, ranks, strict=False)]),
         "shard": begins[:-1],
-        "mini_batch": begins[: -1 : len(policy[0].ranks)],
+        "mini_batch": begins[: -1 : len(plan.policy[0].ranks)],
         "batch": begins[:1],
     }
     sizes = {level: _elements(placed, edge, config.pad_to_multiple_of) for level, edge in edges.items()}
+    trained = _total(table.rows["length"][table.rows["policy.rank"] >= 0])
+    laid_out = 1 - (trained - table.facts["shared_tokens"]) / elements
     shares = {level: 1 - trained / size for level, size in [("packed", int(placed.sum())), *sizes.items()]}
     return {"laid_out": laid_out, **shares}
 
@@ -340,6 +273,10 @@ def _elements(lengths: Int64s, begins: Int64s, multiple: int) -> int:
     """Counts the elements of rows in blocks, each as wide as its longest row."""
     widths = -(-np.maximum.reduceat(lengths, begins) // multiple) * multiple
     return int((widths * np.diff(np.append(begins, len(lengths)))).sum())
+
+
+def _total(values: NDArray[Any]) -> int:
+    return int(values.sum(dtype=np.int64))
 
 
 def _sum(one: Any, other: Any) -> Any:

@@ -6,20 +6,22 @@ The document is a public format: `gristmill plan` prints it, stores contain it a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
 
+from gristmill._wire.batch_table import BatchTable
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.baselines import BaselineKey, Baselines
-from gristmill_service.pipeline.figures import Counts, GroupCounts
-from gristmill_service.pipeline.layout.shard import Shard, cp_barrier_ratio
+from gristmill_service.pipeline.figures import GroupCounts, counts_of, staleness_of
+from gristmill_service.pipeline.layout.shard import Layout
+from gristmill_service.pipeline.numbers import Numbers
+from gristmill_service.pipeline.planning import Plan
 from gristmill_service.pipeline.rows.sharing import Sharing
 from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of, shared_loads
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, RankPlan
-from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,44 +138,45 @@ def baselines_after(plan: PlanDocument) -> Baselines:
 
 
 def plan_document(
-    scored: ScoredBatch,
-    mini_batches: Sequence[MiniBatchPlan],
+    plan: Plan,
+    table: BatchTable,
+    layouts: Mapping[Model, Layout],
     config: RunConfig,
     batch: int,
-    laid_out: Sequence[Shard] | None,
-    counts: Counts,
+    shard_bytes: int | None,
 ) -> PlanDocument:
-    """Returns the document of a batch. laid_out: its shards, for the cost of padding; None if it is only planned."""
-    received = scored.received
-    policy = [mini_batch for mini_batch in mini_batches if mini_batch.model == "policy"]
-    dropped = [received.groups[group] for mini_batch in policy for group in mini_batch.dropped_groups]
+    """Returns the document of a batch. shard_bytes: the size of its shards; None if it is only planned."""
+    numbers, (groups, tags) = plan.numbers, counts_of(table)
+    received = numbers.received
+    dropped = [received.groups[group] for mini_batch in plan.policy for group in mini_batch.dropped_groups]
     return PlanDocument(
         batch=batch,
-        rows_received=scored.rows_received,
-        rows=len(scored.rows),
+        rows_received=numbers.rows_received,
+        rows=len(numbers.rows),
         prompts=len(received.groups),
-        optimizer_steps=len(policy) * config.update_epochs_per_batch,
+        optimizer_steps=len(plan.policy) * config.update_epochs_per_batch,
         dp_size=config.dp_size,
-        dropped_groups=[GroupDocument(uid, round_) for round_, uid in [*scored.stale, *dropped]],
-        mini_batches=[_mini_batch(mini_batch, scored) for mini_batch in mini_batches],
-        counts=_counts(scored, len(dropped), config),
-        metrics=_accuracy(scored, counts) | _performance(scored, policy, config, laid_out, counts.groups.tokens),
-        merge_mismatches=_mismatches(scored),
+        dropped_groups=[GroupDocument(uid, round_) for round_, uid in [*numbers.stale, *dropped]],
+        mini_batches=[_mini_batch(mini_batch, plan) for mini_batch in plan.mini_batches],
+        counts=_counts(plan, len(dropped), config),
+        metrics=_accuracy(table, groups) | _performance(plan, table, layouts, config, groups.tokens, shard_bytes),
+        merge_mismatches=_mismatches(numbers),
         tags=received.tags,
-        tag_metrics={tag: _tag(one, laid_out is not None) for tag, one in counts.tags.items()},
-        baselines=_baselines(scored),
-        steps=_paths(scored) if config.merging.branches else None,
+        tag_metrics={tag: _tag(one) for tag, one in tags.items()},
+        baselines=_baselines(plan),
+        steps=_paths(numbers) if config.merging.branches else None,
     )
 
 
-def _baselines(scored: ScoredBatch) -> list[BaselineDocument] | None:
-    after = {} if scored.credit is None else scored.credit.baselines
+def _baselines(plan: Plan) -> list[BaselineDocument] | None:
+    after = {} if plan.credit is None else plan.credit.baselines
     return [
-        BaselineDocument(*key, scored.baselines.get(key, 0.0), number) for key, number in sorted(after.items())
+        BaselineDocument(key.tag, key.agent, plan.baselines.get(key, 0.0), number)
+        for key, number in sorted(after.items())
     ] or None
 
 
-def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> MiniBatchDocument:
+def _mini_batch(mini_batch: MiniBatchPlan, plan: Plan) -> MiniBatchDocument:
     return MiniBatchDocument(
         model=mini_batch.model,
         index=mini_batch.index,
@@ -182,10 +185,10 @@ def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> MiniBatchDocu
         prompts=len(mini_batch.groups),
         rows=mini_batch.rows,
         padding_rows=mini_batch.padding_rows,
-        loss_tokens=int(scored.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
+        loss_tokens=int(plan.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
         micro_batches_per_rank=mini_batch.micro_batches_per_rank,
-        ranks=[_rank(index, rank, scored.sharing) for index, rank in enumerate(mini_batch.ranks)],
-        partitions=None if scored.partitions is None else scored.partitions.named(mini_batch.partitions),
+        ranks=[_rank(index, rank, plan.sharing) for index, rank in enumerate(mini_batch.ranks)],
+        partitions=None if plan.numbers.partitions is None else plan.numbers.partitions.named(mini_batch.partitions),
     )
 
 
@@ -194,90 +197,80 @@ def _rank(index: int, rank: RankPlan, sharing: Sharing | None) -> RankDocument:
     return RankDocument(index, rank.rows.tolist(), rank.micro_batches, shared)
 
 
-def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, int]:
-    counts = {"misaligned_groups": dropped, **scored.counts}
+def _counts(plan: Plan, dropped: int, config: RunConfig) -> dict[str, int]:
+    numbers, counts = plan.numbers, {"misaligned_groups": dropped, **plan.counts}
     if config.max_seq_len is not None:
-        counts["rows_over_max_seq_len"] = int((scored.rows.lengths > config.max_seq_len).sum())
+        counts["rows_over_max_seq_len"] = int((numbers.rows.lengths > config.max_seq_len).sum())
     if config.tag_shares:
-        groups = Counter(scored.received.tags)
-        wanted = config.tag_groups(len(scored.received.groups))
+        groups = Counter(numbers.received.tags)
+        wanted = config.tag_groups(len(numbers.received.groups))
         counts["tags_short"] = sum(groups[tag] < count for tag, count in wanted.items())
     return counts
 
 
-def _accuracy(scored: ScoredBatch, counts: Counts) -> dict[str, int | float]:
+def _accuracy(table: BatchTable, groups: GroupCounts) -> dict[str, int | float]:
     """Returns means of rewards and lengths. Each trajectory counts once, and padding does not count."""
-    if not counts.groups.groups:
+    if not groups.groups:
         return {}
-    staleness = scored.staleness
+    staleness = staleness_of(table)
     behind = (
         {"staleness_mean": float(staleness.mean()), "staleness_max": int(staleness.max())} if staleness.size else {}
     )
-    return {**counts.groups.means, **behind, **{name: mean.value for name, mean in counts.means.items()}}
+    means = {name: total / terms for name, (terms, total) in table.facts["means"].items()}
+    return {**groups.means, **behind, **means}
 
 
-def _tag(counts: GroupCounts, is_laid_out: bool) -> dict[str, int | float]:
+def _tag(counts: GroupCounts) -> dict[str, int | float]:
     """Returns the metrics of a tag. Padding rows have no tag, so `padding_tokens` is padding within rows only."""
-    padding = {"padding_tokens": counts.padding, "padding_share": counts.padding_share} if is_laid_out else {}
     return {
         "prompts": counts.groups,
         **counts.means,
         "rows": counts.rows,
         "tokens": counts.tokens,
         "loss_tokens": counts.loss_tokens,
-        **padding,
+        "padding_tokens": counts.padding,
+        "padding_share": counts.padding_share,
     }
 
 
 def _performance(
-    scored: ScoredBatch,
-    policy: Sequence[MiniBatchPlan],
+    plan: Plan,
+    table: BatchTable,
+    layouts: Mapping[Model, Layout],
     config: RunConfig,
-    laid_out: Sequence[Shard] | None,
     tokens: int,
+    shard_bytes: int | None,
 ) -> dict[str, int | float]:
-    """Returns the cost of the policy's shards, with padding listed separately. tokens: the tokens of trained rows."""
-    if laid_out is None:
-        return performance(scored, policy, config, tokens, None)
-    elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
-    figures = performance(scored, policy, config, tokens, elements)
-    if config.cp_shards == "blocks":
-        figures["cp_barrier_ratio"] = cp_barrier_ratio(laid_out, config.cp_size)
-    return figures | {"shard_bytes": sum(shard.size for shard in laid_out)}
-
-
-def performance(
-    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, tokens: int, elements: int | None
-) -> dict[str, int | float]:
-    """Returns the cost of the policy's mini-batches. tokens: those of trained rows. elements: those of `sequences`,
-    including padding; None if nothing is laid out.
+    """Returns the cost of the policy's mini-batches, with padding listed separately. tokens: those of trained rows.
 
     The barrier ratio is computed from FLOPs if the configuration has `flops`, else from tokens. Shared tokens count
     once in loads and padding; `distinct_tokens` is the number of tokens without repetition.
     """
-    figures: dict[str, int | float] = {"tokens": tokens, "padding_rows": sum(part.padding_rows for part in policy)}
-    distinct, shared = tokens, None
-    if scored.sharing is not None:
-        figures["distinct_tokens"] = distinct = tokens - scored.sharing.shared_tokens(policy)
-        shared = shared_loads(scored.sharing.rounded_down(config.pad_rows_to_multiple_of), config.flops)
-    loads = loads_of(config.padded(scored.rows.lengths), config.flops, scored.costs)
-    figures["barrier_ratio"] = barrier_ratio(policy, loads, shared)
-    if elements is not None:
-        figures["padding_tokens"] = elements - distinct
-        figures["padding_share"] = (elements - distinct) / elements if elements else 0.0
-    return figures
+    facts, shared = table.facts, None
+    elements, distinct = facts["elements"], tokens - facts["shared_tokens"]
+    metrics: dict[str, int | float] = {"tokens": tokens, "padding_rows": facts["padding_rows"]}
+    if plan.sharing is not None:
+        metrics["distinct_tokens"] = distinct
+        shared = shared_loads(plan.sharing.rounded_down(config.pad_rows_to_multiple_of), config.flops)
+    loads = loads_of(config.padded(plan.numbers.rows.lengths), config.flops, plan.numbers.costs)
+    metrics["barrier_ratio"] = barrier_ratio(plan.policy, loads, shared)
+    metrics["padding_tokens"] = elements - distinct
+    metrics["padding_share"] = (elements - distinct) / elements if elements else 0.0
+    if config.cp_shards == "blocks" and "policy" in layouts:
+        metrics["cp_barrier_ratio"] = layouts["policy"].cp_barrier_ratio(config.cp_size)
+    return metrics if shard_bytes is None else metrics | {"shard_bytes": shard_bytes}
 
 
-def _mismatches(scored: ScoredBatch) -> list[MismatchDocument]:
-    steps, bounds = scored.received.steps, scored.received.trajectory_bounds
-    keys = [steps.key(int(bounds[mismatch.trajectory])) for mismatch in scored.mismatches]
+def _mismatches(numbers: Numbers) -> list[MismatchDocument]:
+    steps, bounds = numbers.received.steps, numbers.received.trajectory_bounds
+    found = numbers.breaks.mismatches
+    keys = [steps.key(int(bounds[mismatch.trajectory])) for mismatch in found]
     return [
         MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index, mismatch.cause, mismatch.column)
-        for key, mismatch in zip(keys, scored.mismatches, strict=True)
+        for key, mismatch in zip(keys, found, strict=True)
     ]
 
 
-def _paths(scored: ScoredBatch) -> list[list[int]]:
-    rows = scored.rows
-    numbers = scored.received.steps.steps[rows.steps].tolist()
-    return [numbers[begin:end] for begin, end in pairwise(rows.edges.tolist())]
+def _paths(numbers: Numbers) -> list[list[int]]:
+    of_visits = numbers.received.steps.steps[numbers.rows.steps].tolist()
+    return [of_visits[begin:end] for begin, end in pairwise(numbers.rows.edges.tolist())]

@@ -24,10 +24,10 @@ from gristmill_service.config import KlInReward, RunConfig
 from gristmill_service.pipeline.credit.kl import MOST, credit_columns, excessive_kl, kl, largest, unfit
 from gristmill_service.pipeline.layout.columns import safetensors_name
 from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.planning import Plan
 from gristmill_service.pipeline.rows.merge import Rows
 from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, ShardAddress
-from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,15 +109,15 @@ def _surely_fits(ours: Array, theirs: Array, reference: KlInReward) -> bool:
     return bool((np.abs(bounds) <= MOST).all())
 
 
-def written_rows(rows: Int64s, scored: ScoredBatch, config: RunConfig) -> WrittenRows:
+def written_rows(rows: Int64s, plan: Plan, received: Received, config: RunConfig) -> WrittenRows:
     """Returns the data against which a shard's written values are checked. rows: its real rows, in order."""
-    merged, steps = scored.rows, scored.received.steps
+    merged, steps = plan.numbers.rows, received.steps
     last = merged.last[rows]
     reference, given, trained = config.kl_in_reward, dict[str, Array](), np.empty(0, np.bool_)
     if reference is not None and reference.estimator is not None:
         places = StepPlaces.of(rows, merged, steps.response_lengths)
         is_counted = places.standing(steps.loss_mask) == 1
-        trained = is_counted & places.per_token(scored.trained)
+        trained = is_counted & places.per_token(plan.trained)
         if steps.logprobs is not None and config.kl_from == "rollout_logprobs":
             given["rollout_logprobs"] = places.standing(steps.logprobs)
         for name in (config.kl_from, "ref_logprobs"):
@@ -252,7 +252,7 @@ class ShardForm:
         return own
 
 
-def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
+def form_of(shard: Shard, plan: Plan, received: Received, config: RunConfig) -> ShardForm:
     begin, end = shard.blocks[0].begin, shard.blocks[-1].end
     placement = shard.placed.placement
     lengths = placement.own["response"][begin:end].copy()
@@ -275,7 +275,9 @@ def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
     ]
     rows = placement.rows[begin:end]
     is_real = rows >= 0
-    return ShardForm(blocks, leads, lengths, tails, elsewhere, is_real, written_rows(rows[is_real], scored, config))
+    return ShardForm(
+        blocks, leads, lengths, tails, elsewhere, is_real, written_rows(rows[is_real], plan, received, config)
+    )
 
 
 def values_of_steps(
@@ -284,10 +286,10 @@ def values_of_steps(
     """Returns the written columns as values of steps, the inverse of `StepPlaces.standing`. A step whose rows are in no
     shard, because alignment dropped its group, gets zeros."""
     placed = {
-        ShardAddress("policy", part.index, rank): plan.rows[plan.rows >= 0]
+        ShardAddress("policy", part.index, rank): of_rank.rows[of_rank.rows >= 0]
         for part in mini_batches
         if part.model == "policy"
-        for rank, plan in enumerate(part.ranks)
+        for rank, of_rank in enumerate(part.ranks)
     }
     places = StepPlaces.of(
         np.concatenate([np.empty(0, np.int64), *placed.values()]), rows, received.steps.response_lengths

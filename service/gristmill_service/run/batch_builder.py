@@ -39,6 +39,7 @@ from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.recent_tables import BatchNumbers, RecentTables
 from gristmill_service.run.recovery import losses
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, not_held
 from gristmill_service.run.rows.row_gathering import Load, gather
@@ -62,6 +63,7 @@ _EXPORTED_BYTES = 16 << 20
 
 BuildBatch = Callable[..., BuiltBatch]
 """The pipeline, `gristmill_service.pipeline.build_batch`, or a test's replacement for it."""
+_NO_NUMBERS = BatchNumbers(b"", b"")
 
 
 class _Job(NamedTuple):
@@ -104,6 +106,7 @@ class BatchBuilder:
         monitor: RunMonitor,
         clock: Callable[[], float],
         builders: Executor,
+        tables: RecentTables,
     ) -> None:
         self.blocked_reason = ""
         self.retry_at = 0.0
@@ -111,6 +114,7 @@ class BatchBuilder:
         self.forms: dict[int, Mapping[ShardAddress, ShardForm]] = {}
         self._name, self._writer, self._log, self._store, self._room = name, writer, log, store, room
         self._pipeline, self._monitor, self._clock, self._builders = pipeline, monitor, clock, builders
+        self._tables = tables
         # The publication of the current batch; `abandon` cancels it unless it has begun.
         self._publication = Future[None]()
         self._computing: asyncio.Future[Any] | None = None
@@ -216,17 +220,17 @@ class BatchBuilder:
         self._computing = loop.run_in_executor(self._builders, context.run, self._build, job, release, publication)
         event: BatchPublished | BatchFailed
         try:
-            event, plan, forms = await self._computing
+            event, numbers, forms = await self._computing
         finally:
             self._computing = None
         if isinstance(event, BatchPublished):
-            self._keep(job.number, plan, forms)
+            self._keep(job.number, numbers, forms)
         return event
 
     def _build(
         self, job: _Job, release: Callable[[], None], publication: Future[None]
-    ) -> tuple[BatchPublished | BatchFailed, bytes, Mapping[ShardAddress, ShardForm]]:
-        """Computes and publishes the batch, in a builder thread. Returns the event, the encoded plan and the forms of
+    ) -> tuple[BatchPublished | BatchFailed, BatchNumbers, Mapping[ShardAddress, ShardForm]]:
+        """Computes and publishes the batch, in a builder thread. Returns the event, the plan and table, and the forms of
         the published shards. Raises one of `_REFUSED` if the store cannot take it now.
 
         publication: may be cancelled before it begins.
@@ -251,12 +255,12 @@ class BatchBuilder:
             mini_batches: dict[Model, int] = dict.fromkeys(job.config.models, 0)
             for part in built.plan.mini_batches:
                 mini_batches[part.model] += 1
-            plan = encode_plan(built.plan)
+            numbers = BatchNumbers(encode_plan(built.plan), built.table.encode())
             with self._monitor.timed("publish"):
                 self._writer.check_open(is_internal=True)
                 if not publication.set_running_or_notify_cancel():
                     raise UnavailableError("the batch was abandoned, because the run is closing; retry")
-                nbytes = self._store.publish(self._name, job.number, plan, built.shards)
+                nbytes = self._store.publish(self._name, job.number, numbers.plan, built.shards, numbers.table)
         except _REFUSED:
             raise
         except (MemoryError, OSError) as error:
@@ -270,11 +274,11 @@ class BatchBuilder:
             reason = str(error) or type(error).__name__
             if isinstance(error, NotFoundError):
                 reason = f"rows of it are lost: {reason}"
-            return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError)), b"", {}
+            return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError)), _NO_NUMBERS, {}
         record = self._monitor.built(job.number, built.stats) if job.is_first else None
         after = dict(baselines_after(built.plan)) or None
         event = BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)), record, after)
-        return event, plan, built.forms
+        return event, numbers, built.forms
 
     def _loaded(self, rows: Sequence[PickedRow]) -> Load:
         """Returns a function that loads tables. All tables that are not in memory are read at once, in few round
@@ -299,9 +303,12 @@ class BatchBuilder:
             written.setdefault(ShardAddress("policy", place.mini_batch, place.rank), {})[place.column] = values
         return written
 
-    def _keep(self, number: int, plan: bytes, forms: Mapping[ShardAddress, ShardForm]) -> None:
+    def _keep(self, number: int, numbers: BatchNumbers, forms: Mapping[ShardAddress, ShardForm]) -> None:
+        self._tables.put(self._log.run_id, number, numbers)
         others = self._writer.state.batches.keys() - {number}
-        self.plans = {other: encoded for other, encoded in self.plans.items() if other in others} | {number: plan}
+        self.plans = {other: encoded for other, encoded in self.plans.items() if other in others} | {
+            number: numbers.plan
+        }
         self.forms = {other: kept for other, kept in self.forms.items() if other in others}
         if forms:
             self.forms[number] = forms

@@ -36,9 +36,16 @@ class PublishedBatches:
 
     async def plan(self, batch: int) -> bytes | None:
         """Returns the batch's plan; None while the batch is being rebuilt. Raises NotFoundError if it was freed."""
+        return await self._document(self._store.plan, batch)
+
+    async def table(self, batch: int) -> bytes | None:
+        """Returns the batch's table, like `plan`."""
+        return await self._document(self._store.table, batch)
+
+    async def _document(self, read: Callable[[str, int], bytes], batch: int) -> bytes | None:
         try:
             with self._rebuilding(batch):
-                return await self._ask(self._store.plan, self._name, batch)
+                return await self._ask(read, self._name, batch)
         except NotFoundError:
             self._check_withdrawn(batch)
             return None

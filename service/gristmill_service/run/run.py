@@ -53,6 +53,7 @@ from gristmill_service.run.machine.status import group_answers, group_keys, stat
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.published_batches import HAVE_SHARDS, PublishedBatches
+from gristmill_service.run.recent_tables import BatchNumbers, RecentTables
 from gristmill_service.run.recovery import Recovered, recover
 from gristmill_service.run.rows.declared_prefixes import Prepared, TokenSums, prepare, steps_before
 from gristmill_service.run.waiters import Condition
@@ -90,6 +91,7 @@ class Shared(NamedTuple):
     log_threads: Executor
     snapshot_thread: Executor
     looking: asyncio.Lock
+    tables: RecentTables
 
 
 class Run:
@@ -128,12 +130,21 @@ class Run:
             name, state, rows, tables, config, log, self.monitor, shared.budget, clock, now, *threads
         )
         self._builder = BatchBuilder(
-            name, writer, log, shared.store, shared.room, shared.pipeline, self.monitor, clock, shared.builders
+            name,
+            writer,
+            log,
+            shared.store,
+            shared.room,
+            shared.pipeline,
+            self.monitor,
+            clock,
+            shared.builders,
+            shared.tables,
         )
         self._background = Background(name, writer, self._builder, log, shared.store, shared.room, clock)
         self._published = PublishedBatches(name, writer, shared.store)
         writer.on_effects, self.compaction = self._background.perform, writer.compaction
-        self._duplicates, self._sums = 0, TokenSums()
+        self._duplicates, self._sums, self._tables = 0, TokenSums(), shared.tables
         writer.begin(events)
         # The previous process may have died after recording that a batch is freed and before removing its shards.
         freed = range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
@@ -256,6 +267,23 @@ class Run:
             return BatchAnswer(batch_state)
         plan = self._builder.plans.get(number) or await self._published.plan(number)
         return BatchAnswer(BatchState.PENDING) if plan is None else BatchAnswer(batch_state, plan, awaits)
+
+    async def numbers(self, number: int) -> BatchNumbers:
+        """Returns the plan and the table of a published batch, or of one that was freed lately.
+
+        Raises NotFoundError if the batch is not published, or its table is no longer kept; and like `batch`.
+        """
+        kept = self._tables.get(self.run_id, number)
+        try:
+            answer = await self.batch(number)
+        except NotFoundError as freed:
+            if kept is None:
+                raise NotFoundError(f"{freed}; the page shows only the newest freed batches of this process") from None
+            return kept
+        table = None if answer.state not in HAVE_SHARDS else kept or await self._published.table(number)
+        if table is None:
+            raise NotFoundError(f"batch {number} is not published yet; retry later")
+        return table if isinstance(table, BatchNumbers) else BatchNumbers(answer.plan, table)
 
     async def shard(
         self,

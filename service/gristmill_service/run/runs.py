@@ -37,6 +37,7 @@ from gristmill_service.run.dormant_runs import DORMANT_AFTER_S, DormantRuns
 from gristmill_service.run.machine.status import stored_counts
 from gristmill_service.run.name_locks import NameLocks
 from gristmill_service.run.published_batches import whole_or
+from gristmill_service.run.recent_tables import RecentTables
 from gristmill_service.run.run import MakeMonitor, Run, Shared
 from gristmill_service.run.takeovers import Takeovers
 from gristmill_service.storage.memory import MemoryRunStore
@@ -100,6 +101,7 @@ class Runs:
             self._log_threads,
             self._snapshot_thread,
             asyncio.Lock(),
+            RecentTables(),
         )
         self._runs: dict[str, Run] = {}
         self._unreadable: dict[str, Exception] = {}
@@ -288,6 +290,7 @@ class Runs:
             finally:
                 await run.close_log()
                 self._runs.pop(name, None)
+                self._shared.tables.forget(run.run_id)
                 self._shared.room.removed()
 
     async def close(self, timeout_s: float) -> None:

@@ -117,6 +117,7 @@ def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
 @dataclass(frozen=True, slots=True)
 class _Published:
     plan: bytes
+    table: bytes
     shards: dict[ShardAddress, bytes]
 
 
@@ -130,7 +131,7 @@ class MemoryShardStore:
         self._writes = Writes()
         self._lock = threading.Lock()
 
-    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
         shards = list(shards)
         size = sum(shard.size for shard in shards)
 
@@ -145,11 +146,14 @@ class MemoryShardStore:
         with self._writes.reserved(size, check):
             joined = {shard.address: join(shard.iovec()) for shard in shards}
         with self._lock:
-            self._batches[run, batch] = _Published(plan, joined)
-        return len(plan) + sum(map(len, joined.values()))
+            self._batches[run, batch] = _Published(plan, table, joined)
+        return len(plan) + len(table) + sum(map(len, joined.values()))
 
     def plan(self, run: str, batch: int) -> bytes:
         return self._published(run, batch).plan
+
+    def table(self, run: str, batch: int) -> bytes:
+        return self._published(run, batch).table
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         return ShardLocation(len(self._shard(run, batch, address)), None)

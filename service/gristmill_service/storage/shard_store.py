@@ -1,6 +1,6 @@
 """The interface of shard stores, which store published batches. All implementations pass the same tests.
 
-A batch is published atomically: a reader sees its plan and all of its shards, or nothing.
+A batch is published atomically: a reader sees its plan, its table and all of its shards, or nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ShardStore(Protocol):
     is_remote: bool
     """Whether `plan` and `locate` take a round trip. If not, they are fast enough for the event loop."""
 
-    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """Publishes a batch atomically, and replaces an earlier batch of the same number. Returns the bytes that it
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
+        """Publishes a batch with its plan and table atomically, and replaces an earlier batch of the same number. Returns the bytes that it
         uses in the store, which count against the run's limit. After an error, the store contains no part of the batch.
 
         Raises ResourceExhaustedError if there is no space for it, even if it is larger than the whole store, because
@@ -61,6 +61,9 @@ class ShardStore(Protocol):
 
     def plan(self, run: str, batch: int) -> bytes:
         """Returns a batch's plan. Raises NotFoundError if the batch is not published, or already freed."""
+
+    def table(self, run: str, batch: int) -> bytes:
+        """Returns a batch's table. Raises like `plan`."""
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         """Locates a shard. Raises NotFoundError if the batch is not published, or already freed, or lacks the shard."""

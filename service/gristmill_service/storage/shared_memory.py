@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -34,6 +34,7 @@ from gristmill_service.storage.shard_files import write_shards
 from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource, ShardStore
 
 _PIECE = 1 << 20
+_PLAN, _TABLE = "plan.json", "table"
 
 
 def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
@@ -60,14 +61,14 @@ class SharedMemoryShardStore:
     def root(self) -> Path:
         return self._root
 
-    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
         shards = list(shards)
         size = sum(shard.size for shard in shards)
         self._make_root()
         with self._writes.reserved(size, lambda others: self._check_room(run, batch, size, others)):
-            return self._write(run, batch, plan, shards, size)
+            return self._write(run, batch, {_PLAN: plan, _TABLE: table}, shards, size)
 
-    def _write(self, run: str, batch: int, plan: bytes, shards: list[ShardSource], size: int) -> int:
+    def _write(self, run: str, batch: int, documents: Mapping[str, bytes], shards: list[ShardSource], size: int) -> int:
         final = self._path(run, batch)
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -75,7 +76,8 @@ class SharedMemoryShardStore:
             partial.parent.mkdir(mode=0o700, exist_ok=True)
             partial.mkdir(mode=0o700)
             sizes = write_shards(partial, shards)
-            _write_bytes(partial / "plan.json", plan)
+            for name, document in documents.items():
+                _write_bytes(partial / name, document)
             located = {address: ShardLocation(size, str(final / address.path)) for address, size in sizes.items()}
             self.free(run, batch)
             with self._lock:
@@ -92,7 +94,7 @@ class SharedMemoryShardStore:
                 raise self._full(run, batch, size) from None
             with _explained(partial):
                 raise
-        return len(plan) + sum(sizes.values())
+        return sum(map(len, documents.values())) + sum(sizes.values())
 
     def _make_root(self) -> None:
         """Recreates the directory if another program removed it, as some systems do when a user logs out."""
@@ -125,8 +127,14 @@ class SharedMemoryShardStore:
         )
 
     def plan(self, run: str, batch: int) -> bytes:
+        return self._document(run, batch, _PLAN)
+
+    def table(self, run: str, batch: int) -> bytes:
+        return self._document(run, batch, _TABLE)
+
+    def _document(self, run: str, batch: int, name: str) -> bytes:
         self._shards(run, batch)
-        path = self._path(run, batch) / "plan.json"
+        path = self._path(run, batch) / name
         with _explained(path):
             try:
                 return path.read_bytes()

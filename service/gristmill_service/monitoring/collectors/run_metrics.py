@@ -20,7 +20,8 @@ from gristmill._wire.steps import Steps
 from gristmill_service import tracing
 from gristmill_service.config import Model
 from gristmill_service.monitoring.collectors.rank_metrics import ASKS_AGAIN_S, RankMetrics
-from gristmill_service.pipeline.figures import CAUSES, Figures, most_frequent
+from gristmill_service.pipeline.figures import Figures, most_frequent
+from gristmill_service.pipeline.rows.breaks import CAUSES
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import (
     Acknowledged,

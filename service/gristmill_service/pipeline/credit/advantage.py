@@ -6,7 +6,7 @@ Scores come from the steps as received, so that merging cannot change them. All 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from gristmill_service.pipeline.credit.length_penalty import penalized
 from gristmill_service.pipeline.credit.whitening import whitened_with_counts
 from gristmill_service.pipeline.rows.comparison import Comparison
 from gristmill_service.pipeline.rows.validate import Received
-from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 
 
 def trajectory_scores(
@@ -83,18 +82,20 @@ def whitened_of_trajectories(advantages: Float64s, tokens: Float64s, config: Run
     return whitened_with_counts(advantages, np.ones(len(tokens))) if config.whiten == "trajectories" else advantages
 
 
-def estimated(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
+def estimated(
+    received: Received, scores: Float64s, tokens: Float64s, inputs: Int64s | None, config: RunConfig
+) -> Float64s:
     """Returns one advantage per trajectory, not yet whitened. It is computed, or, with `advantage_estimator: none`, as
     clients sent it; zeros if they sent advantages per token, which are laid out as a column.
 
-    tokens: `sampled_tokens`.
+    tokens: `sampled_tokens`. inputs: `length_penalty.input_tokens`.
     """
     estimator = config.estimator
     if not isinstance(estimator, GroupEstimator):
         sent = received.steps.advantages
         return np.zeros(len(scores)) if sent is None else sent[received.trajectory_bounds[:-1]]
     if not estimator.reads_components:
-        return _of_groups(estimator, received, penalized(received, scores, config), tokens, config)
+        return _of_groups(estimator, received, penalized(received, scores, inputs, config), tokens, config)
     result, components = np.zeros(len(scores)), received.components or []
     for name in components[0] if components else ():
         of_component = np.array([numbers[name] for numbers in components])
@@ -103,14 +104,16 @@ def estimated(received: Received, scores: Float64s, tokens: Float64s, config: Ru
     return result
 
 
-def step_advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
+def step_advantages(
+    received: Received, scores: Float64s, tokens: Float64s, inputs: Int64s | None, config: RunConfig
+) -> Float64s:
     """Returns the advantage of each step, not yet whitened: `trajectory_weight` times that of its trajectory plus
     `omega` times its own, which compares its return with those of the steps of its comparison group with the same key
     (`step_groups`), also of the same trajectory; float64 (steps,). A step that compares with none has 0 of its own.
-    tokens: `sampled_tokens`."""
+    tokens: `sampled_tokens`. inputs: `length_penalty.input_tokens`."""
     estimator, rule, bounds = config.estimator, config.step_groups or StepGroups(), received.trajectory_bounds
     assert isinstance(estimator, GroupEstimator), "only these compare steps"
-    of_trajectories = rule.trajectory_weight * estimated(received, scores, tokens, config)
+    of_trajectories = rule.trajectory_weight * estimated(received, scores, tokens, inputs, config)
     keys, lengths = _step_keys(received, rule), np.diff(bounds)
     returns, own = discounted_sums(received.steps.rewards, bounds, rule.gamma), np.zeros(len(keys))
     batch_std = _exact_std(returns) if config.grpo_std_over == "batch" else 0.0
@@ -151,75 +154,3 @@ def _exact_std(numbers: Float64s) -> float:
         return 0.0
     mean = math.fsum(numbers) / len(numbers)
     return math.sqrt(math.fsum((numbers - mean) ** 2) / (len(numbers) - 1))
-
-
-class Denominators:
-    """The numbers by which the token losses of one mini-batch are divided, over all its ranks.
-
-    Counts are of kept, real rows, and at least 1; with `only_trained` (`loss_reduction_over: trained`) of the rows,
-    prompts and trajectories that have a loss token. `row_tokens, prompt_tokens, trajectory_tokens` are int64 (kept
-    rows,): the loss tokens of each row, of its prompt group and of its trajectory within the mini-batch. `loss_weight`
-    is the sum of the weights of tokens; None without weights.
-    """
-
-    def __init__(
-        self,
-        mini_batch: MiniBatchPlan,
-        loss_tokens: Int64s,
-        groups: Int64s,
-        trajectories: Int64s,
-        loss_weight: float | None = None,
-        *,
-        only_trained: bool = False,
-    ) -> None:
-        kept = slice(mini_batch.start, mini_batch.kept_end)
-        tokens = loss_tokens[kept]
-        self.start, self.loss_weight = mini_batch.start, loss_weight
-        self.loss_tokens = max(1, int(tokens.sum()))
-        self.rows = max(1, int(np.count_nonzero(tokens)) if only_trained else len(tokens))
-        self.row_tokens = np.maximum(1, tokens)
-        self.prompts, self.prompt_tokens = _summed(tokens, groups[kept], only_trained)
-        self.trajectories, self.trajectory_tokens = _summed(tokens, trajectories[kept], only_trained)
-
-    @property
-    def totals(self) -> dict[str, Any]:
-        """The denominators of the whole mini-batch."""
-        return {
-            "loss_tokens": self.loss_tokens,
-            "rows": self.rows,
-            "prompts": self.prompts,
-            "trajectories": self.trajectories,
-            **({} if self.loss_weight is None else {"loss_weight": self.loss_weight}),
-        }
-
-    def scale(self, config: RunConfig) -> Float64s:
-        """Returns the factor by which `loss_reduction` scales each kept row's advantage; float64 (kept rows,).
-
-        Summing the token losses of all ranks then gives the reduction.
-        """
-        match config.loss_reduction:
-            case "none":
-                divisor: Int64s | float = 1
-            case "token_mean":
-                divisor = self.loss_tokens
-            case "sequence_mean":
-                divisor = self.rows * self.row_tokens
-            case "seq_mean_token_sum_norm":
-                divisor = float(self.rows * (config.max_seq_len or 1))  # may be beyond int64
-            case "prompt_mean":
-                divisor = self.prompts * self.prompt_tokens
-            case "trajectory_mean":
-                divisor = self.trajectories * self.trajectory_tokens
-        scale: Float64s = np.ones(len(self.row_tokens)) / divisor
-        return scale
-
-
-def _summed(tokens: Int64s, owners: Int64s, only_trained: bool) -> tuple[int, Int64s]:
-    """Returns the number of owners, or with `only_trained` of those with tokens, and the tokens of each row's owner;
-    all at least 1. Rows of an owner are adjacent."""
-    if not len(tokens):
-        return 1, tokens
-    first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
-    sums = np.add.reduceat(tokens, first)
-    count = max(1, int(np.count_nonzero(sums)) if only_trained else len(first))
-    return count, np.repeat(np.maximum(1, sums), np.diff(first, append=len(tokens)))

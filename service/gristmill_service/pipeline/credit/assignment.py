@@ -29,7 +29,8 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     trained_tokens,
 )
 from gristmill_service.pipeline.credit.whitening import whitened
-from gristmill_service.pipeline.rows.merge import KeptTokens, Rows, kept_tokens, ones
+from gristmill_service.pipeline.numbers import Numbers
+from gristmill_service.pipeline.rows.merge import KeptTokens, kept_tokens
 from gristmill_service.pipeline.rows.validate import Received
 
 
@@ -83,9 +84,8 @@ class Credit:
 
 
 def credit(
+    numbers: Numbers,
     received: Received,
-    rows: Rows,
-    scores: Float64s,
     trained: NDArray[np.bool_],
     loss_tokens: Int64s,
     config: RunConfig,
@@ -93,58 +93,60 @@ def credit(
 ) -> Credit:
     """Computes the credit of a batch.
 
-    scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks. loss_tokens:
-    `row_loss_tokens`. before: the run's baselines before this batch.
+    received: the steps with their tokens, which only credit per token and a KL in rewards read. trained: bool (steps,),
+    False where a filter masks. loss_tokens: int64 (rows,). before: the run's baselines before this batch.
     Raises InvalidArgumentError naming a trajectory or token whose numbers float32 cannot hold.
     """
     per_token = isinstance(config.estimator, TokenEstimator)
-    reference = config.kl_in_reward
+    reference, rows, scores = config.kl_in_reward, numbers.rows, numbers.scores
     lengths = advantage.TokenCounts(
-        advantage.sampled_tokens(ones(received.steps.loss_mask) * trained, received.trajectory_bounds),
+        advantage.sampled_tokens(numbers.sampled * trained, numbers.received.trajectory_bounds),
         advantage.trajectory_tokens(rows.trajectories, loss_tokens, len(scores)),
     )
     sent = received.steps.token_advantages
     if config.estimator.compares_steps or (sent is not None and config.whiten != "none"):
         tokens = trained_tokens(received, trained, kept_tokens(rows, len(trained)).most)
         if sent is not None:
-            of_tokens = tokens.take(sent)
+            values = tokens.take(sent)
         else:
-            of_steps = advantage.step_advantages(received, scores, lengths.sampled, config)
-            of_tokens = np.repeat(of_steps, np.diff(tokens.step_bounds))
+            of_steps = advantage.step_advantages(
+                numbers.received, scores, lengths.sampled, numbers.input_tokens, config
+            )
+            values = np.repeat(of_steps, np.diff(tokens.step_bounds))
         if config.whiten == "batch":
-            whitened(of_tokens, out=of_tokens)
-        return Credit(np.zeros(len(scores)), TokenCredit(tokens, of_tokens))
+            whitened(values, out=values)
+        return Credit(np.zeros(len(scores)), TokenCredit(tokens, values))
     if reference is None and not per_token:
-        return _of_trajectories(received, scores, lengths, before, config)
+        return _of_trajectories(numbers, scores, lengths, before, config)
     if reference is not None and reference.column is not None:
         sums = kl.kl_of_steps(received, reference.column)
         changed = kl.kl_in_scores(received, scores, sums, reference.coef)
-        return _of_trajectories(received, changed, lengths, before, config)
+        return _of_trajectories(numbers, changed, lengths, before, config)
     kept = kept_tokens(rows, len(trained))
     compared = received.compared.numbers if config.estimator.compares_groups else None
-    numbers = _Numbers(trained_tokens(received, trained, kept.most), kept, compared, config)
-    numbers.compute(received.group_bounds if config.estimator.compares_groups else None)
+    of_tokens = _OfTokens(trained_tokens(received, trained, kept.most), kept, compared, config)
+    of_tokens.compute(received.group_bounds if config.estimator.compares_groups else None)
     if per_token:
-        return Credit(np.zeros(len(scores)), numbers.of_tokens(), numbers.token_rewards)
+        return Credit(np.zeros(len(scores)), of_tokens.credit(), of_tokens.token_rewards)
     assert reference is not None, "without a KL there is nothing to do"
-    changed = kl.kl_in_scores(received, scores, numbers.kl_sums, reference.coef)
-    return replace(_of_trajectories(received, changed, lengths, before, config), token_rewards=numbers.token_rewards)
+    changed = kl.kl_in_scores(received, scores, of_tokens.kl_sums, reference.coef)
+    return replace(_of_trajectories(numbers, changed, lengths, before, config), token_rewards=of_tokens.token_rewards)
 
 
 def _of_trajectories(
-    received: Received, scores: Float64s, tokens: advantage.TokenCounts, before: Baselines, config: RunConfig
+    numbers: Numbers, scores: Float64s, tokens: advantage.TokenCounts, before: Baselines, config: RunConfig
 ) -> Credit:
     """Returns the credit of trajectories with these scores."""
-    after = before
+    after, received, inputs = before, numbers.received, numbers.input_tokens
     if isinstance(config.estimator, RunningEstimator):
-        scores = penalized(received, scores, config)
+        scores = penalized(received, scores, inputs, config)
         estimated, after = running_advantages(received, scores, before, config)
     else:
-        estimated = advantage.estimated(received, scores, tokens.sampled, config)
+        estimated = advantage.estimated(received, scores, tokens.sampled, inputs, config)
     return Credit(advantage.whitened_of_trajectories(estimated, tokens.in_rows, config), baselines=after)
 
 
-class _Numbers:
+class _OfTokens:
     """Computes arrays over a batch's trained tokens, for some trajectories at a time.
 
     kept: see `response_rewards`. compared: int64 (trajectories,), the comparison group of each, if they are compared.
@@ -169,7 +171,7 @@ class _Numbers:
         """The rewards with the KL in them; None without one."""
         return None if self._config.kl_in_reward is None else self._column(self._rewards)
 
-    def of_tokens(self) -> TokenCredit:
+    def credit(self) -> TokenCredit:
         if self._config.whiten == "batch":
             whitened(self._advantages, out=self._advantages)
         return TokenCredit(self._tokens, self._advantages, self._column(self._returns), self._uncredited)

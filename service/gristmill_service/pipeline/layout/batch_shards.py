@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,10 @@ from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.estimators import Float64s
-from gristmill_service.pipeline.credit.advantage import Denominators, trajectory_tokens
 from gristmill_service.pipeline.credit.assignment import TokenCredit
+from gristmill_service.pipeline.credit.denominators import Denominators
 from gristmill_service.pipeline.credit.kl import reward_columns
 from gristmill_service.pipeline.credit.trained_tokens import response_rewards, reward_column
-from gristmill_service.pipeline.credit.whitening import whiten, whitened_with_counts
 from gristmill_service.pipeline.layout.columns import (
     Column,
     Geometry,
@@ -33,35 +32,45 @@ from gristmill_service.pipeline.layout.columns import (
 )
 from gristmill_service.pipeline.layout.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.layout.iovec import Region
-from gristmill_service.pipeline.layout.loss_weights import loss_weights
 from gristmill_service.pipeline.layout.ragged_columns import ragged_tensors
 from gristmill_service.pipeline.layout.shard import Layout, PerRow, Shard
+from gristmill_service.pipeline.planning import Plan, row_advantages, token_advantages
 from gristmill_service.pipeline.rows.merge import kept_tokens
+from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan, ShardAddress
-from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 
 def shards(
-    scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
+    planned: Plan, received: Received, layouts: Mapping[Model, Layout], config: RunConfig, *, run: str, batch: int
 ) -> list[Shard]:
-    """Returns all shards of the batch, the policy's first, in plan order. Copies no tokens until a shard is read."""
-    builder = _ShardBuilder(scored, config, run, batch)
-    return [shard for model in config.models for shard in builder.model_shards(model, mini_batches)]
+    """Returns all shards of the batch, the policy's first, in plan order. Copies no tokens until a shard is read.
+
+    received: the batch's steps. layouts: the places of each model's rows.
+    """
+    builder = _ShardBuilder(planned, received, config, run, batch)
+    return [shard for model, layout in layouts.items() for shard in builder.model_shards(model, layout)]
+
+
+def layouts_of(planned: Plan, config: RunConfig) -> dict[Model, Layout]:
+    """Returns the places of each model's rows, for models with mini-batches; they need no tokens."""
+    geometry = Geometry(planned.numbers.rows, config.padding_row_tokens)
+    parts = {model: [part for part in planned.mini_batches if part.model == model] for model in config.models}
+    return {model: Layout(some, geometry, config, planned.sharing) for model, some in parts.items() if some}
 
 
 class _ShardBuilder:
     """Builds the shards of one batch, and caches their common columns."""
 
-    def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
-        self._scored, self._config, self._run, self._batch = scored, config, run, batch
-        self._geometry = Geometry(scored.rows, config.padding_row_tokens)
+    def __init__(self, planned: Plan, received: Received, config: RunConfig, run: str, batch: int) -> None:
+        self._plan, self._numbers, self._received = planned, planned.numbers, received
+        self._config, self._run, self._batch = config, run, batch
+        steps, rows = received.steps, self._numbers.rows
+        self._geometry = Geometry(rows, config.padding_row_tokens)
         # Widths are rounded up. No row needs more fill than the widest padded row, or the longest padded token axis.
         self._longest = int(self._geometry.lengths.max()) + config.most_padding
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
-        self._weights = loss_weights(scored, config)
         self._shared = self._shared_columns()
-        steps, rows = scored.received.steps, scored.rows
-        built_here = scored.awaits | {LOSS_WEIGHT}
+        built_here = planned.awaits | {LOSS_WEIGHT}
         present = [column for column in config.columns if column.name not in built_here]
         self._extras = token_columns(present, steps, rows, self._geometry, self._longest)
         self._tensors = [
@@ -69,14 +78,11 @@ class _ShardBuilder:
             *ragged_tensors(present, steps, rows, self._geometry),
         ]
         self._per_row = self._per_row_tensors()
-        self._labels = row_labels(scored)
+        self._labels = row_labels(planned)
 
-    def model_shards(self, model: Model, mini_batches: Sequence[MiniBatchPlan]) -> list[Shard]:
-        of_model = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
-        if not of_model:
-            return []
-        layout = Layout(of_model, self._geometry, self._config, self._scored.sharing)
-        denominators = [self._denominators(mini_batch) for mini_batch in of_model]
+    def model_shards(self, model: Model, layout: Layout) -> list[Shard]:
+        of_model = [mini_batch for mini_batch in self._plan.mini_batches if mini_batch.model == model]
+        denominators = [self._plan.denominators(mini_batch, self._config) for mini_batch in of_model]
         columns = [*layout.tree_columns, *self._shared, *self._advantages(model, of_model, denominators), *self._extras]
         placed = layout.place(columns, self._per_row, self._tensors)
         metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
@@ -91,12 +97,12 @@ class _ShardBuilder:
         ]
 
     def _partitions(self, mini_batch: MiniBatchPlan) -> dict[str, str]:
-        partitions = self._scored.partitions
+        partitions = self._numbers.partitions
         return {} if partitions is None else {"partitions": _json(partitions.named(mini_batch.partitions))}
 
     def _shared_columns(self) -> list[Column]:
         """Returns the columns that do not depend on mini-batches: all except the advantages."""
-        steps, rows = self._scored.received.steps, self._scored.rows
+        steps, rows = self._received.steps, self._numbers.rows
         geometry, longest, zeros = self._geometry, self._longest, self._zeros
         columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
         if self._config.layout == "packed":
@@ -104,7 +110,7 @@ class _ShardBuilder:
         elif self._config.layout == "left_padded":
             columns.append(Presence("attention_mask", "sequence", longest))
         columns.append(Presence("response_mask", "response", longest))
-        unfiltered = self._scored.trained[rows.steps]
+        unfiltered = self._plan.trained[rows.steps]
         columns.append(StepTokens("loss_mask", rows.trained(steps.loss_mask), geometry, zeros, unfiltered))
         columns += self._rewards()
         if steps.logprobs is not None:
@@ -117,17 +123,17 @@ class _ShardBuilder:
             of_tokens = np.repeat(steps.steps.astype(np.int32), steps.response_lengths)
             numbers = rows.standing(Ragged.from_lengths(of_tokens, steps.response_lengths))
             columns.append(StepTokens("token_step", numbers, geometry, unknown))
-        if self._weights is not None:
-            columns.append(StepTokens(LOSS_WEIGHT, self._weights, geometry, zeros))
+        if self._plan.weights is not None:
+            columns.append(StepTokens(LOSS_WEIGHT, self._plan.weights, geometry, zeros))
         return columns
 
     def _rewards(self) -> list[Column]:
         """Returns the column of rewards; empty while the KL that they include is missing."""
-        scored, geometry, zeros = self._scored, self._geometry, self._zeros
-        if scored.credit is None and reward_columns(self._config):
+        credit, geometry, zeros = self._plan.credit, self._geometry, self._zeros
+        if credit is None and reward_columns(self._config):
             return []
-        steps, rows = scored.received.steps, scored.rows
-        changed = None if scored.credit is None else scored.credit.token_rewards
+        steps, rows = self._received.steps, self._numbers.rows
+        changed = None if credit is None else credit.token_rewards
         token_rewards = changed or steps.token_rewards
         if token_rewards is None:
             owned = rows.owns_reward(steps.response_lengths)
@@ -141,27 +147,27 @@ class _ShardBuilder:
     ) -> list[Column]:
         """Returns the column of advantages, scaled by the loss reduction for the policy, and that of returns if
         advantages are per token; empty while a required column is missing."""
-        if (credit := self._scored.credit) is None:
+        if (credit := self._plan.credit) is None:
             return []
-        scale = np.ones(len(self._scored.rows))
+        scale = np.ones(len(self._numbers.rows))
         if model == "policy":
             for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
                 scale[mini_batch.start : mini_batch.kept_end] = divisors.scale(self._config)
         if credit.of_tokens is not None:
             return self._of_tokens(credit.of_tokens, mini_batches, scale)
-        tokens = self._scored.received.steps.token_advantages
+        tokens = self._received.steps.token_advantages
         if tokens is None:
-            values: Float64s = row_advantages(credit.advantages, self._scored, mini_batches, self._config) * scale
+            values: Float64s = row_advantages(credit.advantages, self._plan, mini_batches, self._config) * scale
             self._check_fits(values)
             return [RowScalars("advantages", values, self._zeros)]
-        scaled = self._scaled(self._scored.rows.standing(tokens), scale)
+        scaled = self._scaled(self._numbers.rows.standing(tokens), scale)
         return [StepTokens("advantages", scaled, self._geometry, self._zeros)]
 
     def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
         """Returns the columns of tokens' advantages and returns. scale: float64 (rows,)."""
-        rows, advantages = self._scored.rows, credit.advantages
+        rows, advantages = self._numbers.rows, credit.advantages
         if self._config.whiten == "mini_batch" or (scale != 1).any():
-            advantages, row_of_token = token_advantages(credit, self._scored, mini_batches, self._config)
+            advantages, row_of_token = token_advantages(credit, self._plan, mini_batches, self._config)
             advantages = advantages * scale[row_of_token]
         columns = {"advantages": credit.tokens.response(advantages, "advantages")}
         if credit.returns is not None:
@@ -174,7 +180,7 @@ class _ShardBuilder:
         if outside.size:
             row = int(outside[0])
             raise InvalidArgumentError(
-                f"{self._scored.received.steps.key(int(self._scored.rows.first[row]))}: advantage is "
+                f"{self._received.steps.key(int(self._numbers.rows.first[row]))}: advantage is "
                 f"{advantages[row]}, which float32 cannot hold; scale the rewards down"
             )
 
@@ -183,26 +189,12 @@ class _ShardBuilder:
         if (scale == 1).all():
             return tokens
         compact = tokens.compact()
-        values = compact.values * np.repeat(self._scored.rows.per_visit(scale), compact.lengths)
+        values = compact.values * np.repeat(self._numbers.rows.per_visit(scale), compact.lengths)
         return Ragged(values.astype(np.float32), compact.starts, compact.lengths)
-
-    def _denominators(self, mini_batch: MiniBatchPlan) -> Denominators:
-        scored, weight = self._scored, None
-        if self._weights is not None:
-            visits = slice(*scored.rows.edges[[mini_batch.start, mini_batch.kept_end]].tolist())
-            weight = float(self._weights.take(visits).compact().values.sum(dtype=np.float64))
-        return Denominators(
-            mini_batch,
-            scored.loss_tokens,
-            scored.row_groups,
-            scored.rows.trajectories,
-            weight,
-            only_trained=self._config.loss_reduction_over == "trained",
-        )
 
     def _per_row_tensors(self) -> dict[int, PerRow]:
         """Returns every row's integers and flags; the padding row is at -1."""
-        rows, steps = self._scored.rows, self._scored.received.steps
+        rows, steps = self._numbers.rows, self._received.steps
         integers: dict[str, NDArray[Any]] = {
             "row": np.arange(len(rows)),
             "sample": steps.samples[rows.first],
@@ -217,32 +209,6 @@ class _ShardBuilder:
         return {4: _stacked(integers, np.int32, PADDING), 1: _stacked(flags, np.uint8, 1)}
 
 
-def row_advantages(
-    advantages: Float64s, scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig
-) -> Float64s:
-    """Returns each row's advantage, whitened with `whiten: mini_batch`. advantages: float64 (trajectories,)."""
-    trajectories = scored.rows.trajectories
-    result = advantages[trajectories]
-    if config.whiten == "mini_batch":
-        for mini_batch in mini_batches:
-            kept = slice(mini_batch.start, mini_batch.kept_end)
-            owners, places = np.unique(trajectories[kept], return_inverse=True)
-            tokens = trajectory_tokens(places, scored.loss_tokens[kept], len(owners))
-            result[kept] = whitened_with_counts(advantages[owners], tokens)[places]
-    return result
-
-
-def token_advantages(
-    credit: TokenCredit, scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig
-) -> tuple[Float64s, Int64s]:
-    """Returns the advantage of each trained token, whitened with `whiten: mini_batch`, and the row that trains it."""
-    row_of_token = credit.tokens.of(scored.rows.trained_in(credit.tokens.edges))
-    if config.whiten != "mini_batch":
-        return credit.advantages, row_of_token
-    parts = _mini_batch_of_rows(mini_batches, len(scored.rows))[row_of_token]
-    return whiten(credit.advantages, parts), row_of_token
-
-
 def _addressed(
     mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
 ) -> Iterator[tuple[ShardAddress, RankPlan, Denominators, MiniBatchPlan]]:
@@ -250,14 +216,6 @@ def _addressed(
     for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
         for index, rank in enumerate(mini_batch.ranks):
             yield ShardAddress(mini_batch.model, mini_batch.index, index), rank, divisors, mini_batch
-
-
-def _mini_batch_of_rows(mini_batches: Sequence[MiniBatchPlan], rows: int) -> Int64s:
-    """Returns the mini-batch that trains each row, -1 for rows that were dropped; int64 (rows,)."""
-    numbers = np.full(rows, -1)
-    for number, mini_batch in enumerate(mini_batches):
-        numbers[mini_batch.start : mini_batch.kept_end] = number
-    return numbers
 
 
 def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRow:
@@ -276,17 +234,18 @@ def _float32(column: Ragged) -> Ragged:
 Labels = dict[str, NDArray[Any]]
 
 
-def row_labels(scored: ScoredBatch) -> Labels:
+def row_labels(planned: Plan) -> Labels:
     """Returns each row's uid, round and stop reason; its tag if any group has one; its trajectory's reward components,
     agent and episode if trajectories have them; and the keys of its steps if steps have them. With `layout:
     prefix_tree`, where no mask shows it, also the length of its response. (rows + 1,) each, the padding row last."""
-    received, rows = scored.received, scored.rows
+    numbers = planned.numbers
+    received, rows = numbers.received, numbers.rows
     uids = [uid for _, uid in received.groups]
     # Includes dropped groups, so that a search for one does not find padding.
-    taken = {*uids, *(uid for _, uid in scored.stale)}
-    groups = np.append(scored.row_groups, len(uids))
+    taken = {*uids, *(uid for _, uid in numbers.stale)}
+    groups = np.append(numbers.row_groups, len(uids))
     lasts = np.append(rows.last, len(received.steps))
-    lengths = {} if scored.sharing is None else {"response_lengths": np.append(rows.response_lengths, 0)}
+    lengths = {} if planned.sharing is None else {"response_lengths": np.append(rows.response_lengths, 0)}
     optional: Labels = {"tags": _objects([*received.tags, ""])[groups]} if any(received.tags) else {}
     trajectories = np.append(rows.trajectories, -1)
     if (components := received.components) is not None:

@@ -16,10 +16,11 @@ from gristmill._wire.columns import Int64s, Ragged, starts_of
 from gristmill._wire.extras import starts_of as first_tokens
 from gristmill._wire.steps import Extra, Steps
 from gristmill_service.pipeline.layout.columns import Block, Geometry, Placement, Scope, safetensors_name
-from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor, extra_of, pieces_of
+from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor, pieces_of
 from gristmill_service.pipeline.layout.iovec import Region, coalesced
 from gristmill_service.pipeline.rows.joins import NONE
 from gristmill_service.pipeline.rows.merge import Rows
+from gristmill_service.pipeline.rows.row_values import extra_of
 
 
 def ragged_tensors(

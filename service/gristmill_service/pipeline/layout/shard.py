@@ -144,6 +144,28 @@ class Layout:
         return sum(self._elements(block, "sequence") for blocks in self._blocks for block in blocks)
 
     @property
+    def widths(self) -> Int64s:
+        """How many tokens each placed row takes in `sequences`, with its padding, and those that it shares; (n,)."""
+        lengths, tails = self.placement.lengths["sequence"], self.placement.tails
+        if self._blocks[0][0].widths is None:
+            return lengths if tails is None else lengths + tails
+        blocks = [block for blocks in self._blocks for block in blocks]
+        of_blocks = [block.widths["sequence"] for block in blocks if block.widths is not None]
+        return np.repeat(of_blocks, [block.end - block.begin for block in blocks])
+
+    def cp_barrier_ratio(self, cp_size: int) -> float:
+        """Returns how much slower attention is than with equal loads: the largest cost of a context-parallel rank, over
+        the mean of all ranks, summed over micro-batches. 1: no rank waits for another."""
+        counts, shared = self.placement.on_axis, self.placement.shared
+        if shared is None:
+            return 1.0
+        axes = []
+        for block in (block for blocks in self._blocks for block in blocks):
+            sizes, first = counts[block.begin : block.end], shared[block.begin : block.end]
+            axes.append(np.arange(sizes.sum()) + np.repeat(first - starts_of(sizes), sizes))
+        return load_ratio(axes, cp_size)
+
+    @property
     def tree_columns(self) -> list[Column]:
         """The columns that describe an axis on which rows share tokens; empty if rows share no tokens."""
         if self._branches is None or self.placement.shared is None:
@@ -305,19 +327,6 @@ def _widths(
         for scope in SCOPES
     ]
     return (dict(zip(SCOPES, pair, strict=True)) for pair in zip(*widths, strict=True))
-
-
-def cp_barrier_ratio(shards: Sequence[Shard], cp_size: int) -> float:
-    """Returns how much slower attention is than with equal loads: the largest cost of a context-parallel rank, over
-    the mean of all ranks, summed over the micro-batches of the policy's shards. 1: no rank waits for another."""
-    axes = []
-    for shard in shards:
-        placement = shard.placed.placement
-        if shard.address.model == "policy" and placement.shared is not None:
-            for block in shard.blocks:
-                counts, first = placement.on_axis[block.begin : block.end], placement.shared[block.begin : block.end]
-                axes.append(np.arange(counts.sum()) + np.repeat(first - starts_of(counts), counts))
-    return load_ratio(axes, cp_size) if axes else 1.0
 
 
 def padding_after(own: Int64s, lengths: Int64s, edges: Sequence[int], config: RunConfig) -> Int64s:

@@ -40,26 +40,6 @@ class Joins:
     are_plain: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A step that joins none, and the reason.
-
-    before: the number of the step that it is compared with: the previous step, or, if the mode branches, the step with
-        the longest common prefix.
-    index: the index of the first token of its prompt that differs; the prompt's length if the prompt is too short.
-    cause: `prompt` or `response` if this token is in that part of the step before; `truncated` if the prompt is too
-        short; `column` if a column differs.
-    column: the declared column in which the two steps differ, or `partition`, if no token differs.
-    """
-
-    trajectory: int
-    step: int
-    before: int
-    index: int
-    cause: str
-    column: str = ""
-
-
 def find_joins(received: Received, config: RunConfig) -> Joins:
     """Returns the step that each step joins under the run's merge mode."""
     return _MODES[config.merge](received, config)
@@ -264,47 +244,6 @@ class _Search:
         fits = fits[values[starts[fits] + ends] == values[self._tokens.starts[step] + ends]]
         fits = fits[np.argsort(-lengths[fits])]
         return list(zip((fits + earliest).tolist(), lengths[fits].tolist(), needed[fits].tolist(), strict=True))
-
-
-def breaks(received: Received, begins: Int64s) -> Int64s:
-    """Returns the steps that join none, except the first step of each trajectory, in ascending order.
-
-    begins: the first steps of the rows' paths; a step may occur several times.
-    """
-    if len(begins) < len(received.trajectory_bounds):
-        # Only the first step of each trajectory begins a path.
-        return np.empty(0, np.int64)
-    is_break = np.zeros(len(received.steps), np.bool_)
-    is_break[begins] = True
-    is_break[received.trajectory_bounds[:-1]] = False
-    return np.flatnonzero(is_break)
-
-
-def mismatch(received: Received, step: int, roots: Int64s, config: RunConfig) -> Mismatch:
-    """Returns why a step joins none. Compares it with the step that it could join if columns were ignored, or else with
-    the step with the longest common prefix.
-
-    step: its index in the batch. roots: int64 (steps,), see `Rows.roots`.
-    """
-    steps, trajectory = received.steps, int(np.searchsorted(received.trajectory_bounds, step, "right")) - 1
-    first = int(received.trajectory_bounds[trajectory])
-    prompt = steps.tokens[step][: steps.prompt_lengths[step]]
-    earlier = range(first if config.merging.branches else step - 1, step)
-    lengths = steps.tokens.lengths
-    commons = [(common_prefix(steps.tokens[other], prompt), other) for other in earlier]
-    fitting = [
-        (common, -int(lengths[other]), other)
-        for common, other in commons
-        if common >= max(lengths[other] - config.retokenized_tail, roots[other])
-    ]
-    if fitting:
-        common, _, before = max(fitting)
-        column = differing(config.columns, steps, before, step, common)
-        return Mismatch(trajectory, step - first, before - first, len(prompt), "column", column)
-    index, before = max(commons)
-    is_in_prompt = index < steps.prompt_lengths[before]
-    cause = "truncated" if index >= len(prompt) else "prompt" if is_in_prompt else "response"
-    return Mismatch(trajectory, step - first, before - first, index, cause)
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

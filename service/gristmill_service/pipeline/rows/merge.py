@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.row_fields import UNKNOWN
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.rows.joins import Joins, Mismatch, breaks, find_joins, mismatch
+from gristmill_service.pipeline.rows.joins import Joins, find_joins
 from gristmill_service.pipeline.rows.validate import Received
-
-REPORTED_MISMATCHES = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,28 +139,8 @@ class Rows:
         return row_of_token
 
 
-class Merged(NamedTuple):
-    """A batch's rows, the first mismatches of each trajectory, and how many steps joined no other because of a column
-    with `merge: equal`; None without such columns."""
-
-    rows: Rows
-    mismatches: list[Mismatch]
-    column_mismatches: int | None
-
-
-def merge(received: Received, config: RunConfig) -> Merged:
-    """Merges the batch's steps into rows."""
-    rows = merge_rows(received, config)
-    broken = breaks(received, rows.first) if config.merging.joins else rows.first[:0]
-    roots, reported = rows.roots(len(received.steps)), _reported(received, broken)
-    if not any(column.merge == "equal" for column in config.columns):
-        return Merged(rows, [mismatch(received, step, roots, config) for step in reported], None)
-    every = {step: mismatch(received, step, roots, config) for step in broken.tolist()}
-    return Merged(rows, [every[step] for step in reported], sum(bool(one.column) for one in every.values()))
-
-
 def merge_rows(received: Received, config: RunConfig) -> Rows:
-    """Returns only the batch's rows."""
+    """Merges the batch's steps into rows."""
     joins, count = find_joins(received, config), len(received.steps)
     if not joins.are_plain:
         return _rows_of_joins(received, joins)
@@ -260,14 +238,6 @@ def _most_before(kept: Int64s, path: Int64s) -> Int64s:
     # A step's first visit has nothing before it.
     shared[order] = np.clip(most, 0, kept_by_step)
     return shared
-
-
-def _reported(received: Received, broken: Int64s) -> list[int]:
-    """Returns the first broken steps of each trajectory, at most `REPORTED_MISMATCHES`."""
-    trajectories = np.searchsorted(received.trajectory_bounds, broken, "right")
-    starts = np.searchsorted(trajectories, trajectories)
-    reported: list[int] = broken[np.arange(len(broken)) - starts < REPORTED_MISMATCHES].tolist()
-    return reported
 
 
 def _oldest(versions: NDArray[np.int32], begins: Int64s) -> NDArray[np.int32]:

@@ -67,8 +67,8 @@ class RedisShardStore:
         # The keys of failed publications that remain to be removed.
         self._left: set[str] = set()
 
-    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """See the protocol. Returns the compressed bytes of the shards and the plan."""
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
+        """See the protocol. Returns the compressed bytes of the shards and the plan, and those of the table."""
         keys, owned, nonce = RunKeys(self._prefix, run), self._runs.owned(run), secrets.token_hex(8)
         shards = list(shards)
         place, staged = keys.batch(batch), keys.staged(owned.claim, nonce)
@@ -76,9 +76,10 @@ class RedisShardStore:
         try:
             with translated(self._client):
                 stored_plan = compressed(plan)
-                fields = {"format": str(_FORMAT), "nonce": nonce, "plan": sealed([stored_plan])}
+                documents = {"plan": sealed([stored_plan]), "table": sealed([table])}
+                fields = {"format": str(_FORMAT), "nonce": nonce, **documents}
                 self._client.hset(staged, mapping=cast(Any, fields))
-                size = len(stored_plan) + self._write_shards(staged, shards)
+                size = len(stored_plan) + len(table) + self._write_shards(staged, shards)
                 _put_in_place(owned, staged, place, nonce)
         except BaseException as error:
             self._left.add(staged)
@@ -118,6 +119,10 @@ class RedisShardStore:
     def plan(self, run: str, batch: int) -> bytes:
         _, [plan] = self._read(run, batch, "plan")
         return _content(run, batch, _whole(run, batch, plan), _MOST_PLAN_BYTES)
+
+    def table(self, run: str, batch: int) -> bytes:
+        _, [table] = self._read(run, batch, "table")
+        return _whole(run, batch, table)
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         _, [described] = self._read(run, batch, _name(address))

@@ -1,0 +1,119 @@
+"""The table of a batch: numbers of its rows, trajectories, groups and breaks, without tokens, and its encoding.
+
+Stored once for each published batch. The page, metrics and users read slices and sums of it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gristmill._wire.codecs import tensor_file
+from gristmill._wire.columns import Array
+
+Columns = dict[str, Array]
+MODELS = ("policy", "critic")
+_PLACE = ("mini_batch", "rank", "micro_batch", "width")
+_TEXTS = "texts"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchTable:
+    """The numbers of a batch. Arrays of one kind have one length, and are as small as their numbers allow.
+
+    rows: as the plan numbers them, int32: `trajectory`; `prompt`, `length`, `trained`, tokens of the prompt, of the
+        whole row, and with loss_mask 1 after filters; `first`, `last`, the numbers of its steps, and `steps`, how many;
+        `version`, the oldest policy version. For each model `MODEL.mini_batch`, `rank`, `micro_batch`, -1 for a row
+        that alignment dropped, and `width`, the tokens that the row takes with its padding. `cost`, float64: the FLOPs
+        that `flops` reads from a column, if it does.
+    trajectories: `group`, `sample`, `steps`, `response` (tokens of all its steps), `behind` (policy versions, -1:
+        unknown), int32; `score`, `reward`, `advantage`, float64; `agent`, `stop_reason`, numbers of texts; `masked`:
+        bit 1 where a filter masks a step, bit 2 where it masks all. The advantage is before `loss_reduction` scales it;
+        NaN while columns are missing.
+    groups: `round`, `tag`, `zero_variance` (all trajectories that are compared score the same, and there are several).
+    breaks: steps that joined no earlier step: `trajectory`, `step`, `against` (the step it is compared with), `index`
+        (the first token of its prompt that differs), `cause`, `column`; the last four are -1 where not examined.
+    texts: `uids`, `tags`, `agents`, `stop_reasons`, `causes`, `columns`.
+    facts: numbers of the whole batch. `credit` is "token" if `advantage` is the mean over a trajectory's tokens.
+    """
+
+    rows: Columns
+    trajectories: Columns
+    groups: Columns
+    breaks: Columns
+    texts: dict[str, list[str]]
+    facts: dict[str, Any]
+
+    @property
+    def models(self) -> list[str]:
+        return [model for model in MODELS if f"{model}.rank" in self.rows]
+
+    def encode(self) -> bytes:
+        """Returns the table as one compressed file."""
+        kinds = {"rows": self.rows, "trajectories": self.trajectories, "groups": self.groups, "breaks": self.breaks}
+        tensors = {f"{kind}/{name}": values for kind, columns in kinds.items() for name, values in columns.items()}
+        others = json.dumps({"format": _FORMAT, "texts": self.texts, "facts": self.facts}).encode()
+        return zlib.compress(tensor_file.encode(tensors | {_TEXTS: np.frombuffer(others, np.uint8)}), 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> BatchTable:
+        """Returns the table that `encode` wrote."""
+        tensors = tensor_file.decode(zlib.decompress(data))
+        others = json.loads(tensors.pop(_TEXTS).tobytes())
+        kinds: dict[str, Columns] = {"rows": {}, "trajectories": {}, "groups": {}, "breaks": {}}
+        for name, values in tensors.items():
+            kind, _, column = name.partition("/")
+            kinds[kind][column] = values
+        return cls(**kinds, texts=others["texts"], facts=others["facts"])
+
+    def by_row(self) -> dict[str, Array]:
+        """Returns one entry per training row, as arrays of the same length: numbers, bools, and text."""
+        rows, trajectories, groups = self.rows, self.trajectories, self.groups
+        owner = rows["trajectory"]
+        group = trajectories["group"][owner]
+        policy = {name: rows[f"policy.{name}"] for name in _PLACE}
+        critic = {f"critic_{name}": rows[f"critic.{name}"] for name in _PLACE if "critic" in self.models}
+        return {
+            "row": np.arange(len(owner)),
+            "uid": self._text("uids", group),
+            "round": groups["round"][group],
+            "tag": self._text("tags", groups["tag"][group]),
+            "sample": trajectories["sample"][owner],
+            "agent": self._text("agents", trajectories["agent"][owner]),
+            "trajectory": owner,
+            "step_first": rows["first"],
+            "step_last": rows["last"],
+            "steps": rows["steps"],
+            "prompt_tokens": rows["prompt"],
+            "tokens": rows["length"],
+            "loss_tokens": rows["trained"],
+            "policy_version": rows["version"],
+            **policy,
+            **critic,
+            "padding_tokens": np.where(policy["rank"] < 0, 0, policy["width"] - rows["length"]),
+            **({"cost": rows["cost"]} if "cost" in rows else {}),
+            "score": trajectories["score"][owner],
+            "reward": trajectories["reward"][owner],
+            "advantage": trajectories["advantage"][owner],
+            "response_tokens": trajectories["response"][owner],
+            "staleness": trajectories["behind"][owner],
+            "stop_reason": self._text("stop_reasons", trajectories["stop_reason"][owner]),
+            "masked": trajectories["masked"][owner] > 0,
+            "zero_variance": groups["zero_variance"][group],
+            "dropped": policy["rank"] < 0,
+        }
+
+    def _text(self, name: str, numbers: Array) -> Array:
+        texts: Array = np.array(self.texts[name], np.str_)
+        return texts[numbers] if len(numbers) else texts[:0]
+
+
+def nbytes(columns: Mapping[str, Array]) -> int:
+    """Returns the bytes of one entry of these columns."""
+    return sum(values.itemsize for values in columns.values())
