@@ -119,7 +119,7 @@ class Shelf:
         self.batches: dict[tuple[str, int], tuple[bytes, dict[ShardAddress, bytes]]] = {}
         self._lock = threading.Lock()
 
-    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
         with self._lock:
             if self.places < 0:
                 self.tried.set()

@@ -28,10 +28,10 @@ class Shelf(MemoryShardStore):
         super().__init__()
         self.opened, self.came = threading.Event(), list[tuple[str, int]]()
 
-    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
         assert self.opened.wait(30)
         self.came.append((run, batch))
-        return super().publish(run, batch, plan, shards)
+        return super().publish(run, batch, plan, shards, table)
 
 
 def test_where_threads_are_few_a_run_s_next_batch_is_built_behind_another_run_s(

@@ -230,8 +230,8 @@ class BatchBuilder:
     def _build(
         self, job: _Job, release: Callable[[], None], publication: Future[None]
     ) -> tuple[BatchPublished | BatchFailed, BatchNumbers, Mapping[ShardAddress, ShardForm]]:
-        """Computes and publishes the batch, in a builder thread. Returns the event, the plan and table, and the forms of
-        the published shards. Raises one of `_REFUSED` if the store cannot take it now.
+        """Computes and publishes the batch, in a builder thread. Returns the event, the plan and table, and the forms
+        of the published shards. Raises one of `_REFUSED` if the store cannot take it now.
 
         publication: may be cancelled before it begins.
         """
@@ -306,9 +306,7 @@ class BatchBuilder:
     def _keep(self, number: int, numbers: BatchNumbers, forms: Mapping[ShardAddress, ShardForm]) -> None:
         self._tables.put(self._log.run_id, number, numbers)
         others = self._writer.state.batches.keys() - {number}
-        self.plans = {other: encoded for other, encoded in self.plans.items() if other in others} | {
-            number: numbers.plan
-        }
+        self.plans = {other: plan for other, plan in self.plans.items() if other in others} | {number: numbers.plan}
         self.forms = {other: kept for other, kept in self.forms.items() if other in others}
         if forms:
             self.forms[number] = forms

@@ -17,7 +17,7 @@ from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.steps import Steps, TrajectoryKey, check
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, NotFoundError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress

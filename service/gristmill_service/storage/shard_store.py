@@ -52,8 +52,9 @@ class ShardStore(Protocol):
     """Whether `plan` and `locate` take a round trip. If not, they are fast enough for the event loop."""
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
-        """Publishes a batch with its plan and table atomically, and replaces an earlier batch of the same number. Returns the bytes that it
-        uses in the store, which count against the run's limit. After an error, the store contains no part of the batch.
+        """Publishes a batch with its plan and table atomically, and replaces an earlier batch of the same number.
+        Returns the bytes that it uses in the store, which count against the run's limit. After an error, the store
+        contains no part of the batch.
 
         Raises ResourceExhaustedError if there is no space for it, even if it is larger than the whole store, because
         people enlarge stores; and errors from laying out a shard.
