@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.batch_table import BatchTable, Columns
+from gristmill._wire.batch_table import ALL_MASKED, HAS_ADVANTAGE, MASKED, BatchTable, Columns
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.estimators import Float64s
@@ -35,10 +35,12 @@ def table_of(plan: Plan, received: Received, layouts: Mapping[Model, Layout], co
     reasons, reason_of = _stop_reasons(numbers.received)
     tags, tag_of = _numbered(numbers.received.tags or None, len(numbers.received.groups))
     columns, breaks = _breaks(numbers)
-    advantages, is_per_token = _advantages(plan, received, config)
+    advantages, has_advantage, is_per_token = _advantages(plan, received, config)
     return BatchTable(
         rows=_rows(plan) | _places(plan, layouts),
-        trajectories=_trajectories(plan) | {"advantage": advantages, "agent": agent_of, "stop_reason": reason_of},
+        trajectories=_trajectories(plan)
+        | {"advantage": advantages, "agent": agent_of, "stop_reason": reason_of}
+        | {"flags": _masked(plan) | (HAS_ADVANTAGE * has_advantage).astype(np.uint8)},
         groups={
             "round": np.array([round_ for round_, _ in numbers.received.groups], np.int32),
             "tag": tag_of,
@@ -57,6 +59,7 @@ def table_of(plan: Plan, received: Received, layouts: Mapping[Model, Layout], co
             "credit": "token" if is_per_token else "trajectory",
             "rows_received": numbers.rows_received,
             "tokens_received": numbers.tokens_received,
+            "has_tokens": not len(received.steps) or received.steps.tokens.values.size > 0,
             "steps": len(numbers.received.steps),
             "fresh_tokens": numbers.received.steps.tokens.total,
             "elements": layouts["policy"].sequence_elements if "policy" in layouts else 0,
@@ -113,7 +116,6 @@ def _trajectories(plan: Plan) -> Columns:
     numbers = plan.numbers
     received, begins = numbers.received, numbers.received.trajectory_bounds[:-1]
     lengths = np.diff(received.trajectory_bounds)
-    masked = np.add.reduceat(~plan.trained, begins, dtype=np.int64) if len(begins) else lengths
     columns: Columns = {
         "group": received.trajectory_groups,
         "sample": received.steps.samples[begins],
@@ -123,8 +125,15 @@ def _trajectories(plan: Plan) -> Columns:
     }
     columns = {name: values.astype(np.int32) for name, values in columns.items()}
     rewards = np.add.reduceat(received.steps.rewards, begins) if len(begins) else numbers.scores
-    is_masked = (masked > 0) + 2 * (masked == lengths)
-    return columns | {"score": numbers.scores, "reward": rewards, "masked": is_masked.astype(np.uint8)}
+    return columns | {"score": numbers.scores, "reward": rewards}
+
+
+def _masked(plan: Plan) -> NDArray[np.uint8]:
+    """Returns whether filters mask some or all steps of each trajectory."""
+    bounds = plan.numbers.received.trajectory_bounds
+    masked = np.diff(np.append(0, np.cumsum(~plan.trained))[bounds])
+    flags: NDArray[np.uint8] = (MASKED * (masked > 0) + ALL_MASKED * (masked == np.diff(bounds))).astype(np.uint8)
+    return flags
 
 
 def _zero_variance(numbers: Numbers) -> NDArray[np.bool_]:
@@ -138,33 +147,34 @@ def _zero_variance(numbers: Numbers) -> NDArray[np.bool_]:
     return zero
 
 
-def _advantages(plan: Plan, received: Received, config: RunConfig) -> tuple[Float64s, bool]:
-    """Returns the advantage of each trajectory, and whether it is the mean over its trained tokens."""
+def _advantages(plan: Plan, received: Received, config: RunConfig) -> tuple[Float64s, NDArray[np.bool_], bool]:
+    """Returns the advantage of each trajectory, whether one of its advantages is not 0, and whether it is the mean over
+    trained tokens."""
     credit, rows, count = plan.credit, plan.numbers.rows, len(plan.numbers.scores)
     if credit is None:
-        return np.full(count, np.nan), False
+        return np.full(count, np.nan), np.zeros(count, np.bool_), False
     sent = received.steps.token_advantages
     if credit.of_tokens is not None:
         values, row_of_token = token_advantages(credit.of_tokens, plan, plan.policy, config)
-        return _means(values, rows.trajectories[row_of_token], np.ones(len(values)), count), True
+        return *_means(values, rows.trajectories[row_of_token], np.ones(len(values)), count), True
     if sent is not None:
         tokens = trained_tokens(received, plan.trained, kept_tokens(rows, len(plan.trained)).most)
         owners = np.repeat(np.arange(count), np.diff(tokens.bounds))
-        return _means(tokens.take(sent), owners, np.ones(len(tokens)), count), True
+        return *_means(tokens.take(sent), owners, np.ones(len(tokens)), count), True
     if config.whiten != "mini_batch":
-        return credit.advantages, False
+        return credit.advantages, credit.advantages != 0, False
     of_rows = row_advantages(credit.advantages, plan, plan.policy, config)
-    return _means(of_rows, rows.trajectories, np.maximum(1, plan.loss_tokens), count), False
+    return *_means(of_rows, rows.trajectories, np.maximum(1, plan.loss_tokens), count), False
 
 
-def _means(values: Float64s, owners: Int64s, weights: NDArray[Any], count: int) -> Float64s:
-    """Returns the weighted mean of each owner's values; that of equal values is exactly theirs."""
+def _means(values: Float64s, owners: Int64s, weights: NDArray[Any], count: int) -> tuple[Float64s, NDArray[np.bool_]]:
+    """Returns the weighted mean of each owner's values; that of equal values is exactly theirs; and whether one of them
+    is not 0."""
     first = np.zeros(count)
     first[owners[::-1]] = values[::-1]
     totals = np.bincount(owners, weights, count)
     shifts = np.bincount(owners, weights * (values - first[owners]), count)
-    means: Float64s = first + shifts / np.maximum(totals, 1)
-    return means
+    return first + shifts / np.maximum(totals, 1), np.bincount(owners, values != 0, count) > 0
 
 
 def _means_by_name(plan: Plan) -> dict[str, tuple[int, float]]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,27 @@ from gristmill._wire.columns import Array
 
 Columns = dict[str, Array]
 MODELS = ("policy", "critic")
+MASKED, ALL_MASKED, HAS_ADVANTAGE = 1, 2, 4
 _PLACE = ("mini_batch", "rank", "micro_batch", "width")
 _TEXTS = "texts"
 _FORMAT = 1
+
+
+class Break(NamedTuple):
+    """A step that joined no earlier step. against: the step that it is compared with. before: the equal tokens before
+    the first that differs; was, now: those from there in that step, and in its prompt."""
+
+    uid: str
+    round: int
+    sample: int
+    step: int
+    against: int
+    index: int
+    cause: str
+    column: str
+    before: list[int]
+    was: list[int]
+    now: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +51,9 @@ class BatchTable:
         that alignment dropped, and `width`, the tokens that the row takes with its padding. `cost`, float64: the FLOPs
         that `flops` reads from a column, if it does.
     trajectories: `group`, `sample`, `steps`, `response` (tokens of all its steps), `behind` (policy versions, -1:
-        unknown), int32; `score`, `reward`, `advantage`, float64; `agent`, `stop_reason`, numbers of texts; `masked`:
-        bit 1 where a filter masks a step, bit 2 where it masks all. The advantage is before `loss_reduction` scales it;
-        NaN while columns are missing.
+        unknown), int32; `score`, `reward`, `advantage`, float64; `agent`, `stop_reason`, numbers of texts; `flags`:
+        `MASKED` where a filter masks a step, `ALL_MASKED` where it masks all, `HAS_ADVANTAGE` where an advantage is not
+        0. Advantages are before `loss_reduction` scales them; NaN while columns are missing.
     groups: `round`, `tag`, `zero_variance` (all trajectories that are compared score the same, and there are several).
     breaks: steps that joined no earlier step: `trajectory`, `step`, `against` (the step it is compared with), `index`
         (the first token of its prompt that differs), `cause`, `column`; the last four are -1 where not examined.
@@ -72,6 +90,27 @@ class BatchTable:
             kinds[kind][column] = values
         return cls(**kinds, texts=others["texts"], facts=others["facts"])
 
+    def shown_breaks(self) -> Iterator[Break]:
+        """Yields the first breaks that are examined, with the tokens around them."""
+        names = ("trajectory", "step", "against", "index", "cause", "column")
+        every = zip(*(self.breaks[name].tolist() for name in names), strict=True)
+        examined = (one for one in every if one[3] >= 0)
+        for (trajectory, step, against, index, cause, column), around in zip(
+            examined, self.facts["around"], strict=False
+        ):
+            group = int(self.trajectories["group"][trajectory])
+            yield Break(
+                self.texts["uids"][group],
+                int(self.groups["round"][group]),
+                int(self.trajectories["sample"][trajectory]),
+                step,
+                against,
+                index,
+                self.texts["causes"][cause],
+                self.texts["columns"][column] if column >= 0 else "",
+                *around,
+            )
+
     def by_row(self) -> dict[str, Array]:
         """Returns one entry per training row, as arrays of the same length: numbers, bools, and text."""
         rows, trajectories, groups = self.rows, self.trajectories, self.groups
@@ -104,7 +143,7 @@ class BatchTable:
             "response_tokens": trajectories["response"][owner],
             "staleness": trajectories["behind"][owner],
             "stop_reason": self._text("stop_reasons", trajectories["stop_reason"][owner]),
-            "masked": trajectories["masked"][owner] > 0,
+            "masked": (trajectories["flags"][owner] & MASKED) > 0,
             "zero_variance": groups["zero_variance"][group],
             "dropped": policy["rank"] < 0,
         }
@@ -112,8 +151,3 @@ class BatchTable:
     def _text(self, name: str, numbers: Array) -> Array:
         texts: Array = np.array(self.texts[name], np.str_)
         return texts[numbers] if len(numbers) else texts[:0]
-
-
-def nbytes(columns: Mapping[str, Array]) -> int:
-    """Returns the bytes of one entry of these columns."""
-    return sum(values.itemsize for values in columns.values())

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -28,15 +29,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gristmill._wire.steps import Steps
+from gristmill._wire.batch_table import BatchTable, Break
+from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.cli.offline.comparison import Compared, print_comparison
+from gristmill_service.cli.offline.comparison import Compared, numbers_of, print_comparison
 from gristmill_service.cli.offline.rollout_files import read_batches
 from gristmill_service.cli.terminal import counted, messages, refusals, screen
 from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
 from gristmill_service.pipeline.credit.baselines import NO_BASELINES
-from gristmill_service.pipeline.outcome import Break, first_breaks, outcome_of
 from gristmill_service.pipeline.plan_document import PlanDocument, baselines_after, encode_plan
 from gristmill_service.storage.shard_files import write_shards
 
@@ -93,14 +94,13 @@ def plan(
             print_comparison(every, as_json)
             raise typer.Exit(int(any(one.reason for one in every)))
         batches, settings = _planned_batches(file, _read_settings(configs[0]))
-        documents, baselines = [], NO_BASELINES
-        for number, steps in enumerate(batches):
-            documents.append(document := plan_batch(steps, settings, batch=number, baselines=baselines))
-            baselines = baselines_after(document)
+        plans = []
+        for document, table in _plans(batches, settings):
+            plans.append((document, table))
             _warn(document)
             sys.stdout.buffer.write(encode_plan(document) + b"\n")
         sys.stdout.flush()
-        _summarize(documents, batches, settings)
+        _summarize(plans)
 
 
 def batch(
@@ -135,7 +135,7 @@ def batch(
             for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
         messages.print(f"{counted(len(sizes), 'shard')}, {decimal(sum(sizes))}, in {out}", markup=False)
-        _summarize([one.plan for one in built], batches, settings)
+        _summarize([(one.plan, one.table) for one in built])
 
 
 def show(
@@ -154,7 +154,7 @@ def show(
 
 def _compared(file: Path, config: Path) -> Compared:
     try:
-        return Compared(str(config), outcome_of(*_planned_batches(file, _read_settings(config))))
+        return Compared(str(config), numbers_of(_plans(*_planned_batches(file, _read_settings(config)))))
     except InvalidArgumentError as error:
         return Compared(str(config), None, str(error).removeprefix(f"{config}: "))
 
@@ -203,6 +203,14 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
         return read_batches(file, config, read)
 
 
+def _plans(batches: list[Steps], config: RunConfig) -> Iterator[tuple[PlanDocument, BatchTable]]:
+    baselines = NO_BASELINES
+    for number, steps in enumerate(batches):
+        document, table = plan_batch(steps, config, batch=number, baselines=baselines)
+        baselines = baselines_after(document)
+        yield document, table
+
+
 def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Advance) -> Iterator[BuiltBatch]:
     baselines = NO_BASELINES
     for number, steps in enumerate(batches):
@@ -213,23 +221,23 @@ def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Adva
         yield built
 
 
-def _summarize(plans: Sequence[PlanDocument], batches: Sequence[Steps], config: RunConfig) -> None:
+def _summarize(plans: Sequence[tuple[PlanDocument, BatchTable]]) -> None:
     """Prints the totals of the plans, where merging broke, and the tokens around the first breaks."""
-    messages.print(_totals(plans))
-    broken = next((steps for plan, steps in zip(plans, batches, strict=True) if plan.merge_mismatches), None)
-    if broken is not None:
-        messages.print(_broken(plans))
-        for one in first_breaks(broken, config, _SHOWN_BREAKS):
+    documents = [document for document, _ in plans]
+    messages.print(_totals(documents))
+    if any(document.merge_mismatches for document in documents):
+        messages.print(_broken(documents))
+        for one in islice(chain.from_iterable(table.shown_breaks() for _, table in plans), _SHOWN_BREAKS):
             messages.print(f"  {_shown_break(one)}", markup=False)
 
 
 def _shown_break(one: Break) -> str:
     difference = (
-        f"{one.column} differs from step {one.before}"
+        f"{one.column} differs from step {one.against}"
         if one.column
-        else f"after {one.same}, {one.was} of step {one.before} came back as {one.now}"
+        else f"after {one.before}, {one.was} of step {one.against} came back as {one.now}"
     )
-    return f"{one.trajectory} step {one.step}: {difference}"
+    return f"{TrajectoryKey(one.round, one.uid, one.sample)} step {one.step}: {difference}"
 
 
 def _totals(plans: Sequence[PlanDocument]) -> str:
