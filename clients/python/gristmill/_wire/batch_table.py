@@ -25,7 +25,8 @@ _FORMAT = 1
 
 
 class Break(NamedTuple):
-    """A step that joined no earlier step. against: the step that it is compared with. before: the equal tokens before
+    """A step that joined no earlier step. against: the step that it is compared with. at: the first
+    token of its prompt that differs. before: the equal tokens before
     the first that differs; was, now: those from there in that step, and in its prompt."""
 
     uid: str
@@ -33,7 +34,7 @@ class Break(NamedTuple):
     sample: int
     step: int
     against: int
-    index: int
+    at: int
     cause: str
     column: str
     before: list[int]

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import isnan
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,45 +37,42 @@ def numbers_of(plans: Iterable[tuple[PlanDocument, BatchTable]]) -> Numbers:
     all that the model computes, with padding. The advantages are those of trained tokens, without the factor of
     `loss_reduction`; where credit is per token, the mean of each trajectory stands for its tokens.
     """
-    sums, breaks = np.zeros(len(_Sums._fields)), Counter[str]()
-    largest, is_known = 0.0, True
+    total, breaks, is_known = _Sums(), Counter[str](), True
     for document, table in plans:
         one = _sums(document, table)
-        sums += one
+        total = _Sums(*map(add, total, one))._replace(largest=max(total.largest, one.largest))
         causes = [table.texts["causes"][cause] for cause in table.breaks["cause"].tolist()]
         breaks.update(causes)
-        largest = max(largest, one.largest)
         is_known = is_known and table.facts["has_tokens"] and not isnan(one.advantages)
-    total = _Sums(*sums.tolist())
     mean = total.advantages / max(1, total.loss_tokens)
-    counts = {name: int(getattr(total, name)) for name in ("steps", "groups", "rows", "padding_rows", "tokens")}
+    counts = {name: getattr(total, name) for name in ("steps", "groups", "rows", "padding_rows", "tokens")}
     numbers = {
         **counts,
         "padding_share": total.padding_tokens / max(1, total.tokens),
-        "loss_tokens": int(total.loss_tokens),
+        "loss_tokens": total.loss_tokens,
         "barrier_ratio": total.slowest / total.tokens if total.tokens else 1.0,
         "breaks": dict(breaks),
         "zero_share": total.zero_groups / max(1, total.groups),
         "advantage_mean": mean,
         "advantage_std": max(0.0, total.squares / max(1, total.loss_tokens) - mean * mean) ** 0.5,
-        "advantage_largest": largest,
+        "advantage_largest": total.largest,
     }
     return numbers if is_known else numbers | dict.fromkeys(_ADVANTAGES)
 
 
 class _Sums(NamedTuple):
-    steps: int
-    groups: int
-    rows: int
-    padding_rows: int
-    tokens: int
-    padding_tokens: int
-    loss_tokens: int
-    slowest: float
-    zero_groups: int
-    advantages: float
-    squares: float
-    largest: float
+    steps: int = 0
+    groups: int = 0
+    rows: int = 0
+    padding_rows: int = 0
+    tokens: int = 0
+    padding_tokens: int = 0
+    loss_tokens: int = 0
+    slowest: float = 0.0
+    zero_groups: int = 0
+    advantages: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
 
 
 def _sums(document: PlanDocument, table: BatchTable) -> _Sums:
