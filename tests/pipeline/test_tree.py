@@ -53,7 +53,6 @@ def test_a_compacted_context_begins_a_row_and_is_held_against_the_sequence_most_
     assert tree(([1, 2], [3, 4]), ([7], [8]), ([1, 2, 3], [6])).stats().mismatches == {
         "prompt": 1,
         "truncated": 1,
-        "further": 0,
     }
 
 
