@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.batch_table import ALL_MASKED, HAS_ADVANTAGE, MASKED, BatchTable, Columns
+from gristmill._wire.batch_table import ALL_MASKED, HAS_ADVANTAGE, MASKED, PLACE, BatchTable, Columns
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.estimators import Float64s
@@ -37,7 +37,7 @@ def table_of(plan: Plan, received: Received, layouts: Mapping[Model, Layout], co
     columns, breaks = _breaks(numbers)
     advantages, has_advantage, is_per_token = _advantages(plan, received, config)
     return BatchTable(
-        rows=_rows(plan) | _places(plan, layouts),
+        rows=_rows(plan) | _places(plan, layouts, config.models),
         trajectories=_trajectories(plan)
         | {"advantage": advantages, "agent": agent_of, "stop_reason": reason_of}
         | {"flags": _masked(plan) | (HAS_ADVANTAGE * has_advantage).astype(np.uint8)},
@@ -90,9 +90,10 @@ def _rows(plan: Plan) -> Columns:
     return columns if numbers.costs is None else columns | {"cost": numbers.costs}
 
 
-def _places(plan: Plan, layouts: Mapping[Model, Layout]) -> Columns:
+def _places(plan: Plan, layouts: Mapping[Model, Layout], models: Sequence[Model]) -> Columns:
     """Returns where and how wide each model's rows are laid out; -1 where alignment dropped them."""
-    columns: Columns = {}
+    nowhere = np.full(len(plan.numbers.rows), NONE, np.int32)
+    columns: Columns = {f"{model}.{name}": nowhere for model in models for name in PLACE}
     for model, layout in layouts.items():
         parts = [part for part in plan.mini_batches if part.model == model]
         ranks = [(part.index, rank, of_rank) for part in parts for rank, of_rank in enumerate(part.ranks)]
@@ -106,7 +107,7 @@ def _places(plan: Plan, layouts: Mapping[Model, Layout]) -> Columns:
         }
         rows = layout.placement.rows
         for name, values in placed.items():
-            column = np.full(len(plan.numbers.rows), NONE, np.int32)
+            column = nowhere.copy()
             column[rows[rows >= 0]] = values[rows >= 0]
             columns[f"{model}.{name}"] = column
     return columns

@@ -19,7 +19,7 @@ from gristmill._wire.columns import Array
 Columns = dict[str, Array]
 MODELS = ("policy", "critic")
 MASKED, ALL_MASKED, HAS_ADVANTAGE = 1, 2, 4
-_PLACE = ("mini_batch", "rank", "micro_batch", "width")
+PLACE = ("mini_batch", "rank", "micro_batch", "width")
 _TEXTS = "texts"
 _FORMAT = 1
 
@@ -117,8 +117,8 @@ class BatchTable:
         rows, trajectories, groups = self.rows, self.trajectories, self.groups
         owner = rows["trajectory"]
         group = trajectories["group"][owner]
-        policy = {name: rows[f"policy.{name}"] for name in _PLACE}
-        critic = {f"critic_{name}": rows[f"critic.{name}"] for name in _PLACE if "critic" in self.models}
+        policy = {name: rows[f"policy.{name}"] for name in PLACE}
+        critic = {f"critic_{name}": rows[f"critic.{name}"] for name in PLACE if "critic" in self.models}
         return {
             "row": np.arange(len(owner)),
             "uid": self._text("uids", group),
