@@ -46,13 +46,9 @@ def test_a_trainer_in_one_file_learns(service: Service, run_name: str, name: str
     assert service.runs.get(run_name).status().batches_freed == steps
 
 
-def test_agents_play_at_once_and_their_run_is_planned_again(service: Service, run_name: str) -> None:
+def test_agents_play_at_once(service: Service, run_name: str) -> None:
     output = run(service, "agents_asyncio.py", "--run", run_name)
     assert re.match(r"16 groups: \{'sealed': 16\}; \d+ agents failed; \d+ turns; 2 batches", output)
-    lines = run(service, "replan.py", run_name).splitlines()
-    assert len(lines) == 6
-    rows = {line[:28].strip(): int(line[28:].split()[0].replace(",", "")) for line in lines[1:]}
-    assert rows["merge: none"] > rows["as it is"]
     assert service.runs.get(run_name).status().batches_sealed == 2
 
 

@@ -372,16 +372,18 @@ def other(tmp_path: Path) -> Callable[..., Path]:
 def test_configurations_are_compared(config: Path, other: Callable[..., Path], file: Path) -> None:
     """Each of two batches has two groups of equal scores; merged, a trajectory is one row instead of two."""
     every = [config, other("unmerged", merge="none"), other("gdpo", advantage_estimator="gdpo")]
-    every += [other("large", train_batch_size=3), other("wrong", merge="rebase")]
+    every += [other("wrong", merge="rebase"), other("large", train_batch_size=3, policy_mini_batch_size=1, dp_size=1)]
     options = [text for one in every for text in ("-c", one)]
     done = run("plan", file, *options, "--json", expect=1)
-    own, unmerged, *refused = json.loads(done.stdout)["configurations"]
+    own, unmerged, *refused, large = json.loads(done.stdout)["configurations"]
     plans = [json.loads(line) for line in run("plan", file, "-c", config).stdout.splitlines()]
     assert own["steps"] == sum(plan["optimizer_steps"] for plan in plans) == 4
     assert (own["config"], own["rows"], own["zero_share"], own["advantage_largest"]) == (str(config), 8, 1.0, 0.0)
     assert (unmerged["rows"], unmerged["groups"], unmerged["reason"]) == (16, 4, "")
-    reasons = ["reward_components is missing", "4 prompt groups, that is 1 batches of", "merge: input should be"]
-    for one, path, reason in zip(refused, every[2:], reasons, strict=True):
+    # The last batch has one group, as when a run is finished.
+    assert (large["groups"], large["steps"]) == (4, 4)
+    reasons = ["reward_components is missing", "merge: input should be"]
+    for one, path, reason in zip(refused, every[2:-1], reasons, strict=True):
         assert one["config"] == str(path)
         assert reason in one["reason"]
         assert f"refused: {path}: {one['reason']}" in done.stderr
@@ -389,8 +391,8 @@ def test_configurations_are_compared(config: Path, other: Callable[..., Path], f
     heads, *table = run("plan", file, *options, expect=1).stdout.splitlines()
     cells = {line[:14].strip(): line[14:].split() for line in table}
     assert len(heads.split()) == 5
-    assert cells["rows"] == ["8", "16", "-", "-", "-"]
-    assert cells["zero groups"] == ["100.0%", "100.0%", "-", "-", "-"]
+    assert cells["rows"] == ["8", "16", "-", "-", "8"]
+    assert cells["zero groups"] == ["100.0%", "100.0%", "-", "-", "100.0%"]
 
 
 def test_one_configuration_is_summed_up_on_request(config: Path, other: Callable[..., Path], file: Path) -> None:

@@ -76,6 +76,26 @@ def test_an_exported_batch_is_laid_out_as_the_service_did(
         assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
+def test_all_complete_groups_of_a_run_are_exported_and_planned(service: Service, run_name: str, tmp_path: Path) -> None:
+    address, out, config = service.grpc_address, tmp_path / "rollouts.jsonl", tmp_path / "run.yaml"
+    command = ("export", run_name, "--out", out, "--config", config, "--address", address)
+    with RolloutClient(address, run_name) as client:
+        client.create_run(CONFIG)
+        assert "nothing to export; retry later" in gristmill(*command, expect=1).stderr
+        fill(address, run_name)
+        client.begin_groups(["c", "d"])
+        for uid, samples in (("c", 2), ("d", 1)):
+            for sample in range(samples):
+                with client.trajectory(uid, sample) as trajectory:
+                    trajectory.step([1, 2], [3], reward=0.5, rollout_logprobs=[-0.1], is_last_step=True)
+    gristmill(*command, expect=0)
+    # One sample of d is missing.
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["uid"] for row in rows] == ["a"] * 4 + ["b"] * 4 + ["c"] * 2
+    compared = json.loads(gristmill("plan", out, "-c", config, "--json", expect=0).stdout)["configurations"]
+    assert [(one["groups"], one["reason"]) for one in compared] == [(3, "")]
+
+
 @pytest.mark.slow
 def test_what_cannot_be_exported_is_reported_in_one_line_and_leaves_no_file(
     service: Service, run_name: str, tmp_path: Path

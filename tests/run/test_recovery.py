@@ -31,7 +31,7 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.run.machine.archived_groups import digests_of
 from gristmill_service.run.machine.closed_groups import ClosedGroup
-from gristmill_service.run.machine.codec import decode_state, encode_event, record_of, snapshot_of
+from gristmill_service.run.machine.codec import FORMAT, decode_state, encode_event, record_of, snapshot_of
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed, GroupKey
 from gristmill_service.run.machine.state import State, apply
@@ -310,12 +310,12 @@ def test_a_snapshot_has_the_archived_groups_as_they_were_when_it_began() -> None
         decode_state(listed[:-1])
 
 
-@pytest.mark.parametrize("version", [1, 4])
+@pytest.mark.parametrize("version", [FORMAT - 1, FORMAT + 1])
 def test_a_log_of_another_format_is_refused(version: int) -> None:
     state = State.initial(parse_config(CONFIG))
     start, *rest = snapshot_of(state)
     other = [bytes([0x92, version]) + start[2:], *rest]
-    with pytest.raises(InvalidArgumentError, match=f"has format {version} and this version reads 3"):
+    with pytest.raises(InvalidArgumentError, match=f"has format {version} and this version reads {FORMAT}"):
         decode_state(other)
 
 
@@ -331,6 +331,18 @@ class TestExport:
         assert next(tables).tokens.values[-1] == 9
         one.train(Position(0))
         with pytest.raises(NotFoundError, match="batch 0 is freed"):
+            next(tables)
+
+    def test_a_complete_group_that_is_dropped_while_all_are_exported_is_not_reported_as_zeros(
+        self, machine: Callable[..., Machine]
+    ) -> None:
+        one = machine(train_batch_size=41, policy_mini_batch_size=41)
+        for number in range(40):
+            one.submit(*group_rows(f"u{number}", response=[9] * 3000))
+        tables = one.run.export(None)
+        assert next(tables).tokens.values[-1] == 9
+        one.run.abort_groups(0, ["u39"], "wrong")
+        with pytest.raises(UnavailableError, match="a complete group was dropped while it was exported; retry"):
             next(tables)
 
     def test_rows_that_are_not_decided_yet_are_not_exported(self, machine: Callable[..., Machine]) -> None:

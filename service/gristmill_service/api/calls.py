@@ -344,7 +344,7 @@ async def resume(
     return await opened.begin(model, ranks)
 
 
-async def export_batch(api: ApiContext, run: str, batch: int) -> AsyncIterator[Steps]:
-    """Yields the rows of a sealed batch in order, in several tables."""
+async def export_batch(api: ApiContext, run: str, batch: int | None) -> AsyncIterator[Steps]:
+    """Yields the rows of a sealed batch, or of all complete groups, in order and in several tables."""
     async for steps in (await api.runs.get(run)).export(batch):
         yield steps

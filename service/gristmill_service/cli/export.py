@@ -1,4 +1,4 @@
-"""`gristmill export` writes a sealed batch of a running service to a rollout file, for `gristmill batch`."""
+"""`gristmill export` writes rows of a running service to a rollout file, for `gristmill plan` and `gristmill batch`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from gristmill_service.rollout_lines import CONVERSATION, conversation_lines, js
 
 Lines = Callable[[Steps], Iterator[bytes]]
 
+# The rows of a whole run may take longer than those of a batch.
+_ALL_S = 120.0
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command to the command line."""
@@ -33,8 +36,15 @@ def register(app: typer.Typer) -> None:
 
 def export(
     run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
-    batch: Annotated[int, typer.Argument(help="The batch number, from 0. A batch can be exported until it is freed.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The rollout file to write: .jsonl or .jsonl.gz.")],
+    batch: Annotated[
+        int | None,
+        typer.Argument(
+            help="The number of a sealed batch, from 0, that is not freed; all such batches by default, and then the "
+            "complete groups that no batch has yet.",
+            show_default=False,
+        ),
+    ] = None,
     address: AddressOption = ADDRESS,
     config: Annotated[
         Path | None,
@@ -44,13 +54,15 @@ def export(
         bool, typer.Option("--conversations", help="Write what was said in place of the columns: messages and tokens.")
     ] = False,
 ) -> None:
-    """Write the submitted rows of a sealed batch to a file.
+    """Write the submitted rows of a sealed batch, or of all complete groups, to a file.
 
     Example: gristmill export my-run 12 --out rollouts.jsonl.gz --config run.yaml
 
-    From these two files, gristmill batch builds the same tensors as the service, except for the advantages of rae,
-    whose baselines begin at 0. With --conversations the file has the messages of the run's column `conversation` next
-    to the tokens.
+    Example: gristmill export my-run --out rollouts.jsonl.gz --config run.yaml
+
+    From the first two files, gristmill batch builds the same tensors as the service, except for the advantages of
+    rae, whose baselines begin at 0. With --conversations the file has the messages of the run's column `conversation`
+    next to the tokens.
     """
     with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
         settings = _settings(transport, run)
@@ -63,7 +75,8 @@ def export(
                 f"with --columns {CONVERSATION}"
             )
         lines = conversation_lines if conversations else json_lines
-        _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), partial(lines, columns=columns), out)
+        request = trainer_pb2.ExportBatchRequest(run=run, batch=batch or 0, all=batch is None)
+        _write(transport, request, partial(lines, columns=columns), out)
 
 
 def _settings(transport: Transport, run: str) -> dict[str, Any]:
@@ -83,10 +96,13 @@ def _write(transport: Transport, request: trainer_pb2.ExportBatchRequest, lines_
     draft = out.with_name(f".{out.name}.draft")
     try:
         pages = transport.call(
-            lambda request, timeout: list(transport.trainers.ExportBatch(request, timeout=timeout)), request
+            lambda request, timeout: list(transport.trainers.ExportBatch(request, timeout=timeout)),
+            request,
+            wait_s=_ALL_S if request.all else 0.0,
         )
-        lines = b"".join(line for page in pages for line in lines_of(decode(page.rows)))
-        draft.write_bytes(gzip.compress(lines) if out.suffix == ".gz" else lines)
+        with gzip.open(draft, "wb") if out.suffix == ".gz" else draft.open("wb") as file:
+            for page in pages:
+                file.writelines(lines_of(decode(page.rows)))
         draft.rename(out)
     finally:
         draft.unlink(missing_ok=True)

@@ -157,17 +157,15 @@ class BatchBuilder:
         self.blocked_reason = ""
         return job is not None
 
-    async def export(self, number: int) -> AsyncIterator[Steps]:
-        """Yields the rows of a sealed batch in order, in several tables. Raises like `progress.batch_state`."""
-        state = self._writer.state
-        progress.batch_state(state, number)
-        if number not in state.batches:
-            raise FailedPreconditionError(f"batch {number} is not sealed yet, so its rows are not final; retry later")
-        picked, token_rewards = _pick(self._writer.rows, state.batches[number]), bool(state.schema.token_rewards)
+    async def export(self, number: int | None) -> AsyncIterator[Steps]:
+        """Yields the rows of a sealed batch in order, in several tables. None: those of every stored batch that did not
+        fail, then those of complete groups without a batch. Raises like `progress.batch_state`, and UnavailableError
+        if such a group is dropped meanwhile."""
+        picked, token_rewards = self._exported(number), bool(self._writer.state.schema.token_rewards)
         # The rows are read from the log, so they must be in it.
         await self._writer.commits.safe()
         columns = self._writer.config.columns
-        for some in _whole_trajectories(picked):
+        for batch, some in ((batch, some) for batch, rows in picked for some in _whole_trajectories(rows)):
 
             def read(some: list[PickedRow] = some) -> list[Steps]:
                 return [*_slices(made_whole(gather(some, token_rewards, self._loaded(some)), columns))]
@@ -177,9 +175,32 @@ class BatchBuilder:
             finally:
                 # Rows that were freed while they were being read may be wrong.
                 self._writer.check_open()
-                progress.batch_state(self._writer.state, number)
+                if batch is not None:
+                    progress.batch_state(self._writer.state, batch)
+                elif not self._writer.rows.has(some):
+                    raise UnavailableError("a complete group was dropped while it was exported; retry")
             for part in parts:
                 yield part
+
+    def _exported(self, number: int | None) -> list[tuple[int | None, list[PickedRow]]]:
+        """Returns the rows to export, by batch; None for groups without one."""
+        state, rows = self._writer.state, self._writer.rows
+        if number is not None:
+            progress.batch_state(state, number)
+            if number not in state.batches:
+                raise FailedPreconditionError(
+                    f"batch {number} is not sealed yet, so its rows are not final; retry later"
+                )
+            return [(number, _pick(rows, state.batches[number]))]
+        picked: list[tuple[int | None, list[PickedRow]]] = [
+            (number, _pick(rows, batch)) for number, batch in state.batches.items() if number not in state.failed
+        ]
+        groups = [state.open[key] for key in state.complete]
+        if groups:
+            picked.append((None, rows.pick((group, group.ordered_rows()) for group in groups)))
+        if not picked:
+            raise FailedPreconditionError("no stored group is complete, so there is nothing to export; retry later")
+        return picked
 
     def abandon(self) -> None:
         """Cancels the publication of the batch that is being computed, unless it has begun."""

@@ -326,8 +326,8 @@ class Run:
         self._writer.check_open()
         return await self._published.read_frames(batch, address)
 
-    async def export(self, number: int) -> AsyncIterator[Steps]:
-        """Yields the rows of a sealed batch in order, in several tables. Raises like `batch`."""
+    async def export(self, number: int | None) -> AsyncIterator[Steps]:
+        """Yields rows in several tables, see `BatchBuilder.export`."""
         self._writer.check_open()
         async for steps in self._builder.export(number):
             yield steps

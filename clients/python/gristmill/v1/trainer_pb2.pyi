@@ -342,15 +342,19 @@ class ExportBatchRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
     run: builtins.str
     batch: builtins.int
+    """Ignored with `all`."""
+    all: builtins.bool
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         batch: builtins.int = ...,
+        all: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "batch", b"batch", "run", b"run"]) -> None: ...
 
 global___ExportBatchRequest = ExportBatchRequest
 

@@ -135,7 +135,8 @@ class TrainerServiceServicer(object):
 
     def ExportBatch(self, request, context):
         """The rows of a sealed batch as they were submitted, in the batch's order, to lay it out again offline. Available
-        until the batch is freed. Reads only.
+        until the batch is freed. With `all`, the rows of every sealed batch that is not freed and did not fail, then those
+        of the complete groups that no batch has yet; UNAVAILABLE if one of them is dropped meanwhile. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -287,7 +287,7 @@ async def read_shard(api: ApiContext, slot: Slot, request: trainer_pb2.ReadShard
 
 
 async def export_batch(api: ApiContext, slot: Slot, request: trainer_pb2.ExportBatchRequest) -> AsyncIterator[bytes]:
-    async for steps in calls.export_batch(api, request.run, request.batch):
+    async for steps in calls.export_batch(api, request.run, None if request.all else request.batch):
         rows = await calls.of_size(4 * int(steps.tokens.total), row_codec.encode, steps)
         yield trainer_pb2.ExportBatchResponse(rows=rows).SerializeToString()
 

@@ -154,14 +154,15 @@ def show(
 
 def _compared(file: Path, config: Path) -> Compared:
     try:
-        return Compared(str(config), numbers_of(_plans(*_planned_batches(file, _read_settings(config)))))
+        plans = _plans(*_planned_batches(file, _read_settings(config), takes_remainder=True))
+        return Compared(str(config), numbers_of(plans))
     except InvalidArgumentError as error:
         return Compared(str(config), None, str(error).removeprefix(f"{config}: "))
 
 
-def _planned_batches(file: Path, config: RunConfig) -> tuple[list[Steps], RunConfig]:
+def _planned_batches(file: Path, config: RunConfig, takes_remainder: bool = False) -> tuple[list[Steps], RunConfig]:
     """Returns the file's batches and their configuration: for lengths, without the filters that read tokens."""
-    batches, is_lengths = _read(file, config)
+    batches, is_lengths = _read(file, config, takes_remainder)
     if not is_lengths:
         return batches, config
     stale = "count" if config.stale == "mask" else config.stale
@@ -189,7 +190,7 @@ def _refuse_written(path: Path, config: RunConfig) -> None:
         )
 
 
-def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
+def _read(file: Path, config: RunConfig, takes_remainder: bool = False) -> tuple[list[Steps], bool]:
     size = file.stat().st_size if file.is_file() else None
     with _bar("Reading rollouts", size, DownloadColumn()) as advance:
         done = 0
@@ -200,7 +201,7 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
                 advance(position - done)
                 done = position
 
-        return read_batches(file, config, read)
+        return read_batches(file, config, read, takes_remainder)
 
 
 def _plans(batches: list[Steps], config: RunConfig) -> Iterator[tuple[PlanDocument, BatchTable]]:

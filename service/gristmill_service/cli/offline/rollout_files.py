@@ -32,11 +32,14 @@ _NO_ROW = object()
 _LENGTH_FIELDS = ("prompt_len", "response_len")
 
 
-def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[list[Steps], bool]:
+def read_batches(
+    path: Path, config: RunConfig, progress: Progress, takes_remainder: bool = False
+) -> tuple[list[Steps], bool]:
     """Returns the file's batches in order, and whether it is a lengths file.
 
-    Raises InvalidArgumentError that names the file and the line or trajectory, also if the prompt groups do not fill
-    complete batches.
+    takes_remainder: whether groups that do not fill a batch become a smaller last batch, as when a run is finished.
+    Raises InvalidArgumentError that names the file and the line or trajectory, also if groups do not fill a batch and
+    may not.
     """
     try:
         rows = _sampled(_read_parquet(path) if path.suffix == ".parquet" else _read_lines(path, progress))
@@ -48,7 +51,7 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
         every = _noted(_chain(first, rows), has_versions)
         table = _lengths_table(every, config) if is_lengths else _rows_table(every, config)
         _check_tags(table)
-        return _split(table, np.array(has_versions), config), is_lengths
+        return _split(table, np.array(has_versions), config, takes_remainder), is_lengths
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error}") from None
     except FileNotFoundError:
@@ -181,7 +184,7 @@ def _check_tags(table: Steps) -> None:
             raise InvalidArgumentError(f"has {len(names)} {name}, and the limit is {most}; use fewer")
 
 
-def _split(table: Steps, has_versions: NDArray[np.bool_], config: RunConfig) -> list[Steps]:
+def _split(table: Steps, has_versions: NDArray[np.bool_], config: RunConfig, takes_remainder: bool) -> list[Steps]:
     """Splits the rows into batches of `train_batch_size` prompt groups each, in order of first appearance.
 
     has_versions: bool (rows,). A batch has policy versions of tokens if any of its rows has them.
@@ -190,14 +193,14 @@ def _split(table: Steps, has_versions: NDArray[np.bool_], config: RunConfig) -> 
     index: dict[tuple[int, str], int] = {}
     keys = zip(table.rounds.tolist(), table.uids, strict=True)
     groups = np.fromiter((index.setdefault(key, len(index)) for key in keys), np.int64, len(table))
-    if len(index) % size:
+    if len(index) % size and not takes_remainder:
         raise InvalidArgumentError(
             f"has {len(index)} prompt groups, that is {len(index) // size} batches of train_batch_size: {size} and "
             f"{len(index) % size} extra groups; complete the last batch or change train_batch_size"
         )
     batches = groups // size
     split = []
-    for number in range(len(index) // size):
+    for number in range(-(-len(index) // size)):
         rows = np.flatnonzero(batches == number)
         batch = table.take(rows)
         split.append(batch if has_versions[rows].any() else replace(batch, token_versions=None))

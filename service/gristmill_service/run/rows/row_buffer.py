@@ -148,6 +148,11 @@ class RowBuffer:
         table = self._tables[number]
         return PickedRow(number, table.stored, at if table.places is None else table.places[at], row, before, tag)
 
+    def has(self, picked: Iterable[PickedRow]) -> bool:
+        """Returns whether all these rows are still needed."""
+        tables = ((self._tables.get(one.table), one.row.ref.row) for one in picked)
+        return all(table is not None and (table.places is None or row in table.places) for table, row in tables)
+
     def table(self, number: int) -> Stored | None:
         """Returns the table; None if it has to be loaded from the log."""
         return self._tables[number].stored
