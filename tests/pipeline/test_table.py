@@ -112,7 +112,7 @@ def test_a_plan_reads_no_tokens_but_those_that_its_settings_need(estimator: str,
     config = parse_config(make_config(advantage_estimator=estimator, layout=layout, n_samples_per_prompt=2))
     numbers, received = numbers_of(from_rows(rows), config)
     steps = received.steps
-    untouchable = {name: Untouchable() for name in ("loss_mask", "logprobs", "extras", "token_rewards")}
+    untouchable: dict[str, Any] = {name: Untouchable() for name in ("loss_mask", "logprobs", "extras", "token_rewards")}
     tokens = Ragged(np.full(1, 7, np.int32), steps.tokens.starts, steps.tokens.lengths)
     poisoned = replace(received, steps=replace(steps, tokens=tokens, **untouchable))
     plan, other = make_plan(numbers, received, config), make_plan(numbers, poisoned, config)
