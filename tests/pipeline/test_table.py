@@ -48,7 +48,7 @@ def test_its_sums_are_the_plans_metrics_and_its_rows_and_ranks_the_shards(seed: 
     config = parse_config(settings)
     for some in batches_of(rows, settings):
         if (batch := made(from_rows(some, step_wise=config.step_wise, columns=config.columns), config)) is not None:
-            shards = {
+            shards: dict[tuple[str, int, int], bytes] = {
                 (one.address.model, one.address.mini_batch, one.address.rank): join(one.iovec()) for one in batch.shards
             }
             table = BatchTable.decode(batch.table.encode()).by_row()

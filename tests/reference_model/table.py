@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tests.reference_model.comparing import ARRAYS, Disagreement
 
-Columns = Mapping[str, Sequence[Any]]
+Columns = Mapping[str, Any]
 
 
 def check_table(
