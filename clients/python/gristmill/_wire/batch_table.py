@@ -6,7 +6,6 @@ Stored once for each published batch. The page, metrics and users read slices an
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -74,16 +73,16 @@ class BatchTable:
         return [model for model in MODELS if f"{model}.rank" in self.rows]
 
     def encode(self) -> bytes:
-        """Returns the table as one compressed file."""
+        """Returns the table as one safetensors file."""
         kinds = {"rows": self.rows, "trajectories": self.trajectories, "groups": self.groups, "breaks": self.breaks}
         tensors = {f"{kind}/{name}": values for kind, columns in kinds.items() for name, values in columns.items()}
         others = json.dumps({"format": _FORMAT, "texts": self.texts, "facts": self.facts}).encode()
-        return zlib.compress(tensor_file.encode(tensors | {_TEXTS: np.frombuffer(others, np.uint8)}), 1)
+        return tensor_file.encode(tensors | {_TEXTS: np.frombuffer(others, np.uint8)})
 
     @classmethod
     def decode(cls, data: bytes) -> BatchTable:
         """Returns the table that `encode` wrote."""
-        tensors = tensor_file.decode(zlib.decompress(data))
+        tensors = tensor_file.decode(data)
         others = json.loads(tensors.pop(_TEXTS).tobytes())
         kinds: dict[str, Columns] = {"rows": {}, "trajectories": {}, "groups": {}, "breaks": {}}
         for name, values in tensors.items():

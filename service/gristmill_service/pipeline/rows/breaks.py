@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from gristmill._wire.columns import Int64s
+from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.joins import common_prefix, differing
 from gristmill_service.pipeline.rows.merge import Rows
@@ -93,22 +94,33 @@ def find_breaks(received: Received, rows: Rows, config: RunConfig) -> Breaks:
     if any(column.merge == "equal" for column in config.columns):
         others = (_mismatch(received, step, roots, config) for step in broken[~is_examined].tolist())
         counts = {"column_mismatches": sum(bool(one.column) for one in (*mismatches, *others))}
-    tokens = [_around(received, one, step) for one, step in zip(mismatches, examined.tolist(), strict=True)]
-    pairs = Counter(
-        (around.was[0] if around.was else -1, around.now[0] if around.now else -1)
-        for around, one in zip(tokens, mismatches, strict=True)
-        if not one.column
-    )
-    frequent = [(*pair, count) for pair, count in pairs.most_common(_PAIRS)]
-    return Breaks(broken, examined, mismatches, tokens[:SHOWN], frequent, counts)
+    around = [_around(received, one) for one in mismatches[:SHOWN]]
+    return Breaks(broken, examined, mismatches, around, _pairs(received, mismatches), counts)
 
 
-def _around(received: Received, one: Mismatch, step: int) -> Around:
-    steps, at = received.steps, one.index
-    was = steps.tokens[int(received.trajectory_bounds[one.trajectory]) + one.before]
-    now = steps.tokens[step][: int(steps.prompt_lengths[step])]
-    after = slice(at, at + CONTEXT + 1)
-    return Around(now[max(0, at - CONTEXT) : at].tolist(), was[after].tolist(), now[after].tolist())
+def _around(received: Received, one: Mismatch) -> Around:
+    first, at = int(received.trajectory_bounds[one.trajectory]), one.index
+    was, now = (received.steps.tokens[first + step] for step in (one.before, one.step))
+    end = min(at + CONTEXT + 1, int(received.steps.prompt_lengths[first + one.step]))
+    return Around(now[max(0, at - CONTEXT) : at].tolist(), was[at : at + CONTEXT + 1].tolist(), now[at:end].tolist())
+
+
+def _pairs(received: Received, mismatches: Sequence[Mismatch]) -> list[tuple[int, int, int]]:
+    """Returns the most frequent pairs of tokens that differ; see `Breaks.pairs`."""
+    tokens, prompts = received.steps.tokens, received.steps.prompt_lengths
+    places = [(one.trajectory, one.before, one.step, one.index) for one in mismatches if not one.column]
+    trajectories, before, steps, at = np.array(places, np.int64).reshape(-1, 4).T
+    first = received.trajectory_bounds[trajectories]
+    was = _token_at(tokens, first + before, at, tokens.lengths)
+    pairs = Counter(zip(was, _token_at(tokens, first + steps, at, prompts), strict=True))
+    return [(*pair, count) for pair, count in pairs.most_common(_PAIRS)]
+
+
+def _token_at(tokens: Ragged, rows: Int64s, at: Int64s, lengths: Int64s) -> list[int]:
+    """Returns the token at this place in each of the rows; -1 where it has ended. lengths: of all rows."""
+    ends = lengths[rows]
+    found: list[int] = np.where(at < ends, tokens.values[tokens.starts[rows] + np.minimum(at, ends - 1)], -1).tolist()
+    return found
 
 
 def _broken(received: Received, begins: Int64s) -> Int64s:

@@ -38,8 +38,8 @@ from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError
 _log = structlog.get_logger(__name__)
 
 _FORMAT = 3
-# The limit of a plan's decompressed bytes, because a damaged frame may contain any size.
-_MOST_PLAN_BYTES = 1 << 30
+# The limit of a document's decompressed bytes, because a damaged frame may contain any size.
+_MOST_DOCUMENT_BYTES = 1 << 30
 # One thread compresses while the other sends.
 _WRITERS = 2
 
@@ -68,18 +68,18 @@ class RedisShardStore:
         self._left: set[str] = set()
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource], table: bytes = b"") -> int:
-        """See the protocol. Returns the compressed bytes of the shards and the plan, and those of the table."""
+        """See the protocol. Returns the compressed bytes of the shards, the plan and the table."""
         keys, owned, nonce = RunKeys(self._prefix, run), self._runs.owned(run), secrets.token_hex(8)
         shards = list(shards)
         place, staged = keys.batch(batch), keys.staged(owned.claim, nonce)
         self._remove_left()
         try:
             with translated(self._client):
-                stored_plan = compressed(plan)
-                documents = {"plan": sealed([stored_plan]), "table": sealed([table])}
-                fields = {"format": str(_FORMAT), "nonce": nonce, **documents}
+                documents = {"plan": compressed(plan), "table": compressed(table)}
+                stored = {name: sealed([document]) for name, document in documents.items()}
+                fields = {"format": str(_FORMAT), "nonce": nonce, **stored}
                 self._client.hset(staged, mapping=cast(Any, fields))
-                size = len(stored_plan) + len(table) + self._write_shards(staged, shards)
+                size = sum(map(len, documents.values())) + self._write_shards(staged, shards)
                 _put_in_place(owned, staged, place, nonce)
         except BaseException as error:
             self._left.add(staged)
@@ -117,12 +117,14 @@ class RedisShardStore:
             self._left -= left
 
     def plan(self, run: str, batch: int) -> bytes:
-        _, [plan] = self._read(run, batch, "plan")
-        return _content(run, batch, _whole(run, batch, plan), _MOST_PLAN_BYTES)
+        return self._document(run, batch, "plan")
 
     def table(self, run: str, batch: int) -> bytes:
-        _, [table] = self._read(run, batch, "table")
-        return _whole(run, batch, table)
+        return self._document(run, batch, "table")
+
+    def _document(self, run: str, batch: int, name: str) -> bytes:
+        _, [document] = self._read(run, batch, name)
+        return _content(run, batch, _whole(run, batch, document), _MOST_DOCUMENT_BYTES)
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         _, [described] = self._read(run, batch, _name(address))
