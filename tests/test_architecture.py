@@ -68,6 +68,21 @@ def test_what_is_pure_does_no_io_and_asks_no_clock(room: str) -> None:
     assert wrong == []
 
 
+TOKENLESS = (
+    *("table", "figures", "plan_document", "stages"),
+    *("credit/advantage", "credit/baselines", "credit/denominators", "credit/length_penalty", "credit/whitening"),
+    *("scheduling/balance", "scheduling/packing", "scheduling/plan", "scheduling/schedule"),
+)
+"""Of a batch's plan, what is made of numbers alone. `planning` names what is not: credit per token, weights of tokens
+and `prefix_tree`."""
+
+
+@pytest.mark.parametrize("part", TOKENLESS)
+def test_a_plan_is_made_of_numbers_without_tokens(part: str) -> None:
+    tokens = "gristmill._wire.columns.Ragged", "gristmill._wire.steps.Steps"
+    assert [one for one in imports(SERVICE / "pipeline" / f"{part}.py") if one in tokens] == []
+
+
 @pytest.mark.parametrize("room", ["api", "run"])
 def test_what_runs_on_the_event_loop_has_no_threads_of_its_own_and_never_sleeps(room: str) -> None:
     wrong = [

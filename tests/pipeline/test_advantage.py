@@ -16,7 +16,7 @@ from gristmill_service import estimators
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.estimators import Float64s, GroupEstimator, Groups
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.credit.advantage import trajectory_scores
+from gristmill_service.pipeline.credit.scores import trajectory_scores
 from tests import naive
 from tests.pipeline.plans import planned
 from tests.rows import make_config, make_row

@@ -36,16 +36,7 @@ class Disagreement(AssertionError):
 def compare(want: Expected, plan: dict[str, Any], shards: dict[tuple[str, int, int], bytes] | None) -> None:
     """shards: None where only a plan was made."""
     got = {**plan, "metrics": {name: plan["metrics"][name] for name in plan["metrics"] if name not in _NOT_SPECIFIED}}
-    expected = dict(want.plan)
-    layout_figures = {"padding_tokens", "padding_share", "cp_barrier_ratio"}
-    if shards is None:
-        metrics = expected["metrics"]
-        expected["metrics"] = {name: metrics[name] for name in metrics if name not in layout_figures}
-        expected["tag_metrics"] = {
-            tag: {name: value for name, value in of_tag.items() if name not in layout_figures}
-            for tag, of_tag in expected["tag_metrics"].items()
-        }
-    _same("plan", expected, got)
+    _same("plan", dict(want.plan), got)
     if shards is None:
         return
     _same("shards", sorted(want.shards), sorted(shards))

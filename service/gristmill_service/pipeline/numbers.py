@@ -15,8 +15,8 @@ from gristmill._wire.row_fields import PLAIN_FIELDS, UNKNOWN
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s
-from gristmill_service.pipeline.credit.advantage import trajectory_scores
 from gristmill_service.pipeline.credit.length_penalty import input_tokens
+from gristmill_service.pipeline.credit.scores import trajectory_scores
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.breaks import Breaks, find_breaks
 from gristmill_service.pipeline.rows.merge import Rows, merge_rows, ones, realigned_tokens, visit_loss_tokens

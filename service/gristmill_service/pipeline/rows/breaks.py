@@ -83,15 +83,16 @@ class Breaks:
 
 def find_breaks(received: Received, rows: Rows, config: RunConfig) -> Breaks:
     """Returns the breaks of a merged batch."""
+    compares_columns = any(column.merge == "equal" for column in config.columns)
     if not config.merging.joins:
-        return Breaks(rows.first[:0], rows.first[:0])
+        return Breaks(rows.first[:0], rows.first[:0], counts={"column_mismatches": 0} if compares_columns else {})
     broken, roots = _broken(received, rows.first), rows.roots(len(received.steps))
     trajectories = np.searchsorted(received.trajectory_bounds, broken, "right")
     is_examined = np.arange(len(broken)) - np.searchsorted(trajectories, trajectories) < EXAMINED
     examined = broken[is_examined]
     mismatches = [_mismatch(received, step, roots, config) for step in examined.tolist()]
     counts = {}
-    if any(column.merge == "equal" for column in config.columns):
+    if compares_columns:
         others = (_mismatch(received, step, roots, config) for step in broken[~is_examined].tolist())
         counts = {"column_mismatches": sum(bool(one.column) for one in (*mismatches, *others))}
     around = [_around(received, one) for one in mismatches[:SHOWN]]

@@ -15,7 +15,7 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.credit.advantage import trajectory_scores
+from gristmill_service.pipeline.credit.scores import trajectory_scores
 from gristmill_service.pipeline.rows.comparison import compared_by
 from gristmill_service.run.machine.answers import ColumnPlace, Sealed
 from gristmill_service.run.machine.decisions import progress
