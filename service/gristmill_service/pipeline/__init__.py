@@ -1,9 +1,11 @@
-"""The pipeline turns steps into a plan and shards.
+"""The pipeline turns steps into a plan, a table of numbers, and shards.
 
 It is pure: functions from arrays to arrays, without I/O, clock, randomness or global state. The same input produces the
-same bytes. Data flows in one direction through the packages:
+same bytes. Data flows in one direction:
 
-    steps -> rows (validate, filter, merge) -> credit -> scheduling -> layout -> shards
+    steps -> numbers (validate, filter, merge) -> plan (credit, scheduling) -> table, and with the steps -> shards
+
+Numbers, plan and table have no tokens.
 
 A row is a path of steps; a *visit* is one step on one path. A row's *lead* is what precedes its own elements in a
 tensor, such as the prompt in a tensor of whole sequences.
@@ -35,7 +37,7 @@ __all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltBatch:
-    """A batch's plan and its shards, which are laid out when they are read.
+    """A batch's plan, its table, and its shards, which are laid out when they are read.
 
     awaits: names of the columns that trainers must write before the batch can be trained; if any, the shards are
         forward shards. forms: the required layout of columns written for each of the policy's shards; empty if no

@@ -1,8 +1,5 @@
-"""The figures of a batch: the outcomes of its rows and tokens, and the scores of its groups.
-
-They are a record of sums, so that the figures of several batches can be added. The plan shows some of them, metrics
-count them, and a run's log stores them. Shards do not contain them.
-"""
+"""The figures of a batch: sums of its table, so that the figures of several batches can be added. The plan shows some of
+them, metrics count them, and a run's log stores them."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
 
     score_sum, reward_sum: sums over all trajectories. response_tokens: the sum over all their steps. solved: groups
     with a trajectory that scored above 0. zero_variance: groups of several trajectories with equal scores. padding:
-    padding tokens within rows. Older logs end with `zero_variance`.
+    padding tokens within rows.
     """
 
     groups: int = 0
@@ -93,13 +90,13 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     tags: counts of each tag's groups, "" for those without; empty if no group has one. Logs keep `MOST_TAGS`.
     stale_rows, misaligned_rows, and their tokens: of groups dropped for that reason. merged_tokens: saved by merging.
         realigned_tokens: sampled ones in no row, because a later prompt has other tokens in their place.
-    mismatches: the breaks by cause, see `_causes`. column_bytes: of the shards of all models, by declared column.
+    mismatches: the breaks by cause, see `rows.breaks`. column_bytes: of the shards of all models, by declared column.
     padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would be.
     staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
     means: the mean score of each agent, the mean of each component of rewards, and the running baselines after the
         batch, under their names in the plan's metrics.
 
-    A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
+    A log has the fields in this order: a new one comes last, and has a default.
     """
 
     first: int

@@ -256,8 +256,9 @@ def _performance(
     metrics["barrier_ratio"] = barrier_ratio(plan.policy, loads, shared)
     metrics["padding_tokens"] = elements - distinct
     metrics["padding_share"] = (elements - distinct) / elements if elements else 0.0
-    if config.cp_shards == "blocks" and "policy" in layouts:
-        metrics["cp_barrier_ratio"] = layouts["policy"].cp_barrier_ratio(config.cp_size)
+    if config.cp_shards == "blocks":
+        policy = layouts.get("policy")
+        metrics["cp_barrier_ratio"] = 1.0 if policy is None else policy.cp_barrier_ratio(config.cp_size)
     return metrics if shard_bytes is None else metrics | {"shard_bytes": shard_bytes}
 
 
