@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +13,26 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from gristmill._wire.codecs import tensor_file
 from gristmill._wire.column_spec import specs_of
 from gristmill._wire.columns import Ragged
 from gristmill._wire.context_parallel import own_tokens
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Extra, Steps
-from gristmill_service.config import parse_config
-from gristmill_service.monitoring.views.batch_summary import BatchReader
-from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores
-from gristmill_service.pipeline import build_batch
+from gristmill_service.config import Model, RunConfig, parse_config
+from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores, BatchView
+from gristmill_service.pipeline import BuiltBatch, build_batch
+from gristmill_service.pipeline.credit.kl import credit_columns
+from gristmill_service.pipeline.layout.iovec import join
+from gristmill_service.pipeline.plan_document import encode_plan
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
+from gristmill_service.pipeline.scheduling.schedule import MisalignedError
+from gristmill_service.run.machine.decisions.resume import Checkpoint
+from gristmill_service.run.recent_tables import BatchNumbers
 from tests.on_loop import Service
 from tests.page import stage
+from tests.reference_model.drawing import drawn
+from tests.reference_model.rows import batches_of
 from tests.tools.bench.workloads import uniform, workload
 
 PARTS = ("prompt", "observation", "trained", "padding")
@@ -89,7 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_bars_are_the_rows_of_the_shards(service: Service, client: httpx.Client, run_name: str, case: str) -> None:
+def test_bars_are_the_rows_of_the_shards(case: str) -> None:
     steps = agents()
     if case == "filters":
         steps = replace(steps, stop_reasons=["length" if row % 7 == 0 else "stop" for row in range(len(steps))])
@@ -97,24 +106,61 @@ def test_bars_are_the_rows_of_the_shards(service: Service, client: httpx.Client,
         ones = np.ones(len(steps), np.int64)
         patches = Extra(Ragged.from_lengths((100 * (np.arange(len(steps)) % 7)).astype(np.float32), ones), ones == 1)
         steps = replace(steps, extras={"patches": patches})
-    run = stage.published(service.runs, run_name, {**CONFIG, **CONFIGS[case]}, [steps])
-    for model in run.config.models:
-        picture = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"model": model}).json()
-        BatchPicture.model_validate(picture)
-        assert picture["rows_per_bar"] == 1
-        for part in picture["mini_batches"]:
+    config = parse_config({**CONFIG, **CONFIGS[case]})
+    batch = build_batch(steps, config, run="r", batch=0)
+    check(batch, config)
+    for model in config.models:
+        picture = view_of(batch, config).picture(model, None)
+        assert picture.rows_per_bar == 1
+        alone = view_of(batch, config).picture(model, picture.mini_batches_in_all - 1)
+        assert alone.mini_batches == picture.mini_batches[-1:]
+    assert barrier(picture_of(batch, config)) == pytest.approx(batch.plan.metrics["barrier_ratio"])
+
+
+BATCHES = 60
+
+
+@pytest.mark.parametrize("seed", range(BATCHES))
+def test_what_is_shown_of_any_batch_is_what_the_shards_have_and_sums_to_the_plans_metrics(seed: int) -> None:
+    rows, settings = drawn(f"page/{seed}")
+    config = parse_config(settings)
+    for some in batches_of(rows, settings):
+        steps = from_rows(some, step_wise=config.step_wise, columns=config.columns)
+        with suppress(MisalignedError):
+            check(build_batch(steps, config, run="r", batch=0), config)
+
+
+def view_of(batch: BuiltBatch, config: RunConfig) -> BatchView:
+    return BatchView("r", 0, config, BatchNumbers(encode_plan(batch.plan), batch.table.encode()))
+
+
+def picture_of(batch: BuiltBatch, config: RunConfig, model: Model = "policy") -> dict[str, Any]:
+    return view_of(batch, config).picture(model, None).model_dump()
+
+
+def check(batch: BuiltBatch, config: RunConfig) -> None:
+    """Holds what is shown against the shards, the plan and the figures."""
+    shards = {(one.address.model, one.address.mini_batch, one.address.rank): one for one in batch.shards}
+    sums = {model: dict.fromkeys(PARTS, 0) for model in config.models}
+    for model in config.models:
+        for part in picture_of(batch, config, model)["mini_batches"]:
             for rank, shard in enumerate(part["shards"]):
-                data = b"".join(run.read_shard(0, ShardAddress(model, part["index"], rank)))
-                assert shown(shard) == in_file(data)
-        alone = client.get(
-            f"/v1/runs/{run_name}/batches/0/picture",
-            params={"model": model, "mini_batch": picture["mini_batches_in_all"] - 1},
-        ).json()
-        assert alone["mini_batches"] == picture["mini_batches"][-1:]
-        padding = sum(sum(shard["padding"]) for part in picture["mini_batches"] for shard in part["shards"])
-        if model == "policy":
-            assert padding == picture["metrics"]["padding_tokens"]
-            assert barrier(picture) == pytest.approx(picture["metrics"]["barrier_ratio"])
+                assert shown(shard) == in_file(join(shards[model, part["index"], rank].iovec()))
+                for name in PARTS:
+                    sums[model][name] += sum(shard[name])
+        assert sums[model]["trained"] == sum(one.loss_tokens for one in batch.plan.mini_batches if one.model == model)
+    metrics, padding = batch.plan.metrics, sums["policy"].pop("padding")
+    assert padding == metrics["padding_tokens"]
+    assert sum(sums["policy"].values()) == metrics.get("distinct_tokens", metrics["tokens"])
+
+    view, figures = view_of(batch, config), batch.stats()
+    groups, spread = view.scores(0).groups, view.distributions()
+    every = [score for group in groups for score in group.scores]
+    assert view.breaks().in_all == figures.breaks
+    assert sum(every) == pytest.approx(figures.groups.score_sum)
+    assert {sum(one.counts) for one in spread.histograms} == {len(every)}
+    assert sum(spread.stop_reasons.values()) == len(every)
+    assert {group.advantages is None for group in groups} <= {bool(batch.awaits & credit_columns(config))}
 
 
 def shown(shard: dict[str, Any]) -> list[list[int]]:
@@ -125,7 +171,7 @@ def shown(shard: dict[str, Any]) -> list[list[int]]:
 
 def in_file(data: bytes) -> list[list[int]]:
     """For each row of a shard, its tokens of each kind, and which row it is."""
-    tensors = load(data)
+    tensors = tensor_file.decode(data)
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     rows = len(tensors["row"])
     micro_batches = json.loads(head["micro_batches"]) if "sequences" not in tensors else [list(range(rows))]
@@ -188,15 +234,10 @@ def test_breaks_are_those_of_the_plan_with_the_tokens_around_them(
         (one["uid"], one["sample"], one["step"]): one["index"]
         for one in json.loads(run.batch(0).plan)["merge_mismatches"]
     }
-    indexes = {(one["uid"], one["sample"], one["step"]): one["index"] for one in breaks["breaks"]}
-    assert planned
-    # The plan has the first three of a trajectory alone.
-    assert {key: indexes[key] for key in planned} == planned
-    assert (
-        len(indexes)
-        == breaks["in_all"]
-        == breaks["rows"] - len(set(zip(steps.uids, steps.samples.tolist(), strict=True)))
-    )
+    shown = {(one["uid"], one["sample"], one["step"]): one["index"] for one in breaks["breaks"]}
+    # Both have the first three of a trajectory.
+    assert shown == planned
+    assert breaks["in_all"] == breaks["rows"] - len(set(zip(steps.uids, steps.samples.tolist(), strict=True)))
     for one in breaks["breaks"]:
         assert one["was"][0] != one["now"][0]
         assert one["was"][0] + 1 == one["now"][0]
@@ -215,26 +256,6 @@ def test_a_prompt_that_ends_too_early_is_reported_as_such(
     stage.published(service.runs, run_name, config, [from_rows(rows, step_wise=True)])
     [mismatch] = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
     assert (mismatch["index"], mismatch["before"], mismatch["was"], mismatch["now"]) == (3, [1, 2, 3], [4], [])
-
-
-@pytest.mark.parametrize("merge", [{"merge": "prefix"}, {"merge": "tree"}, {"merge": "tree", "retokenized_tail": 900}])
-@pytest.mark.parametrize("size", [1, 3, 64, 10_000])
-def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int, merge: dict[str, Any]) -> None:
-    steps, config = agents(), parse_config({**CONFIG, **merge})
-    reader = BatchReader(config, 0)
-    for at in range(0, len(steps), size):
-        reader.read(steps.take(np.arange(at, min(at + size, len(steps)))))
-    summary = reader.summary()
-    plan = build_batch(steps, config, run="r", batch=0).plan
-    assert len(summary.lengths) == plan.rows
-    assert summary.trained.sum() == sum(part.loss_tokens for part in plan.mini_batches)
-    if config.merge == "prefix":
-        assert summary.breaks_in_all == plan.rows - 48
-    else:
-        assert summary.breaks_in_all == len(plan.merge_mismatches) < plan.rows - 48
-        assert summary.steps.tolist() == [len(path) for path in plan.steps or []]
-        assert summary.first.tolist() == [path[0] for path in plan.steps or []]
-        assert summary.last.tolist() == [path[-1] for path in plan.steps or []]
 
 
 def test_a_break_of_a_tree_is_shown_next_to_the_step_most_like_it(
@@ -272,6 +293,7 @@ def test_a_column_that_keeps_steps_apart_is_named(service: Service, client: http
         {},
         {"grpo_std_over": "batch"},
         {"advantage_estimator": "opo", "whiten": "batch"},
+        {"whiten": "mini_batch"},
         {"advantage_estimator": "gdpo", "whiten": "trajectories", "component_weights": {"a": 2.0}},
     ],
     ids=str,
@@ -307,22 +329,15 @@ def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
     assert later["groups"] == scores["groups"][4:]
 
 
-def test_advantages_that_are_whitened_by_mini_batch_are_only_in_shards(
-    service: Service, client: httpx.Client, run_name: str
-) -> None:
-    stage.published(service.runs, run_name, CONFIG | {"whiten": "mini_batch"}, [agents()])
-    groups = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()["groups"]
-    assert {group["advantages"] for group in groups} == {None}
-
-
-def test_advantages_that_clients_gave_by_token_are_not_shown(
+def test_of_advantages_that_clients_gave_by_token_the_means_are_shown(
     service: Service, client: httpx.Client, run_name: str
 ) -> None:
     rows = [stage.turn("a", sample, 0, [1], [2, 3], advantage=[0.5, 1.0]) for sample in range(2)]
     config = {**stage.CONFIG, "train_batch_size": 1, "advantage_estimator": "none"}
     stage.published(service.runs, run_name, config, [from_rows(rows, step_wise=True)])
-    [group] = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()["groups"]
-    assert (group["scores"], group["advantages"]) == ([0.0, 1.0], None)
+    scores = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()
+    [group] = scores["groups"]
+    assert (scores["are_means"], group["scores"], group["advantages"]) == (True, [0.0, 1.0], [0.75, 0.75])
 
 
 @pytest.mark.slow
@@ -365,22 +380,40 @@ def test_what_cannot_be_shown_is_refused_with_the_reason(service: Service, clien
         assert words in answer.json()["error"]["message"]
 
 
-def test_a_batch_that_was_looked_at_is_still_shown_when_it_is_freed(
+def test_a_batch_that_is_freed_is_still_shown_without_tokens(
     service: Service, client: httpx.Client, run_name: str
 ) -> None:
     run = stage.published(
         service.runs, run_name, stage.CONFIG, [from_rows(stage.group("a") + stage.group("b"), step_wise=True)]
     )
-    before = client.get(f"/v1/runs/{run_name}/batches/0/picture").json()
+    paths = [f"/v1/runs/{run_name}/batches/0/{what}" for what in ("picture", "breaks", "scores", "distributions")]
+    before = [client.get(path).raise_for_status().json() for path in paths]
     for mini_batch in range(2):
         for rank in range(2):
             stage.acknowledge(run, rank, mini_batch, commit=True)
     assert run.status().batches_freed == 1
-    assert client.get(f"/v1/runs/{run_name}/batches/0/picture").json() == before
+    assert [client.get(path).json() for path in paths] == before
+    tokens = client.get(f"/v1/runs/{run_name}/batches/0/rows/1")
+    assert tokens.status_code == 404
+    assert tokens.json()["error"]["message"].startswith("the tokens of row 1 are gone: batch 0 is freed")
     # Not any more, once a run of that name is another one.
     service.runs.delete(run_name)
     service.runs.create(run_name, stage.CONFIG)
-    assert client.get(f"/v1/runs/{run_name}/batches/0/picture").status_code == 404
+    assert {client.get(path).status_code for path in paths} == {404}
+
+
+def test_of_a_trainer_that_comes_back_with_other_ranks_their_shards_are_shown(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    run = stage.published(service.runs, run_name, stage.CONFIG, [from_rows(stage.group("a") + stage.group("b"))])
+
+    def ranks() -> int:
+        answer = client.get(f"/v1/runs/{run_name}/batches/0/picture").json()
+        return len(answer["mini_batches"][0]["shards"]) if "mini_batches" in answer else 0
+
+    assert ranks() == 2
+    run.resume("policy", Checkpoint(None), "again", dp_size=1)
+    stage.until(lambda: ranks() == 1)
 
 
 def test_the_page_may_load_and_run_nothing_but_its_own_files(client: httpx.Client) -> None:

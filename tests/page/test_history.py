@@ -207,7 +207,11 @@ def test_curves_are_walked_by_keyboard_and_enter_opens_the_batch(open_page: Open
     page.get_by_role("heading", name="Batch 1").wait_for()
 
 
-def test_of_a_freed_batch_its_figures_are_still_shown(open_page: OpenPage, run: str) -> None:
+def test_of_a_freed_batch_that_another_process_published_the_figures_are_still_shown(
+    open_page: OpenPage, service: Service, run: str
+) -> None:
+    opened = service.runs.get(run)
+    opened._tables.forget(opened.run_id)
     page = open_page(f"#/{run}/2")
     page.locator("figure.curve").first.wait_for()
     page.get_by_text("Figures of every batch").first.click()
@@ -215,11 +219,18 @@ def test_of_a_freed_batch_its_figures_are_still_shown(open_page: OpenPage, run: 
     page.get_by_role("heading", name="Batch 0").wait_for()
     shards = page.locator("section[aria-label=Shards]")
     shards.get_by_role("cell", name="after merging").wait_for()
-    assert "Batch 0 cannot be shown" in shards.inner_text()
+    assert "Batch 0 cannot be shown: batch 0 is freed, and its numbers are gone" in shards.inner_text()
     # The link alone leads there, too.
     shards = open_page(f"#/{run}/0").locator("section[aria-label=Shards]")
     shards.get_by_role("cell", name="after merging").wait_for()
     assert "batch 0 is freed" in shards.inner_text()
+
+
+def test_a_freed_batch_is_shown_without_its_tokens(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}/0")
+    shards = page.locator("section[aria-label=Shards]")
+    shards.locator("canvas").first.click(position={"x": 40, "y": 22})
+    page.get_by_text("the tokens of row 0 are gone: batch 0 is freed").wait_for()
 
 
 def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, service: Service, run: str) -> None:

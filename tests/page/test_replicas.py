@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.api.apis import Refused
 from tests.faults.services import Services, on_redis, owner
 from tests.page.stage import CONFIG, group
 from tests.redis.servers import RedisServer
@@ -62,3 +63,21 @@ def test_pictures_are_the_same_after_a_restart(services: Services, tmp_path: Pat
     [second] = services.start(1, *flags)
     assert second.http.batch("r", 0, wait_s=20)["state"] == "published"
     assert answers(second, "r") == before
+
+
+def test_after_a_restart_freed_batches_are_gone_and_the_answer_says_so(services: Services, tmp_path: Path) -> None:
+    flags = ["--journal-dir", str(tmp_path / "journal"), "--store", "memory"]
+    [first] = services.start(1, *flags)
+    first.http.create("r", CONFIG)
+    fill(first, "r")
+    before = answers(first, "r")
+    for rank in range(2):
+        for mini_batch in range(2):
+            first.http.acknowledge("r", rank, {"batch": 0, "epoch": 0, "mini_batch": mini_batch}, commit=True)
+    assert first.http.get("r")["batches_freed"] == 1
+    assert answers(first, "r") == before
+    first.process.kill()
+    first.process.wait()
+    [second] = services.start(1, *flags)
+    with pytest.raises(Refused, match="batch 0 is freed, and its numbers are gone"):
+        answers(second, "r")

@@ -251,9 +251,7 @@ def _finished_run(services: Services, open_: Open) -> Any:
 
 
 def _freed_batch(services: Services, open_: Open) -> Any:
-    page = open_(f"{services.runs.http_url}/#/{FINISHED}/3")
-    page.locator("section[aria-label=Shards]").get_by_role("cell", name="after merging").wait_for()
-    return page
+    return _batch_of(open_(f"{services.runs.http_url}/#/{FINISHED}/3"))
 
 
 def _deleted(services: Services, open_: Open) -> Any:

@@ -66,6 +66,9 @@ def table_of(plan: Plan, received: Received, layouts: Mapping[Model, Layout], co
             "shared_tokens": 0 if plan.sharing is None else plan.sharing.shared_tokens(plan.policy),
             "realigned_tokens": plan.counts.get("realigned_tokens", 0),
             "padding_rows": sum(part.padding_rows for part in plan.policy),
+            "padding_widths": {
+                model: layout.widths[layout.placement.rows < 0].tolist() for model, layout in layouts.items()
+            },
             "means": _means_by_name(plan),
             "pairs": [list(pair) for pair in numbers.breaks.pairs],
             "around": [list(around) for around in numbers.breaks.around],

@@ -276,9 +276,13 @@ class Run:
         kept = self._tables.get(self.run_id, number)
         try:
             answer = await self.batch(number)
-        except NotFoundError as freed:
+        except NotFoundError:
+            self._writer.check_open()
             if kept is None:
-                raise NotFoundError(f"{freed}; the page shows only the newest freed batches of this process") from None
+                raise NotFoundError(
+                    f"batch {number} is freed, and its numbers are gone: a process keeps those of the newest batches "
+                    "that it published, until it ends"
+                ) from None
             return kept
         table = None if answer.state not in HAVE_SHARDS else kept or await self._published.table(number)
         if table is None:

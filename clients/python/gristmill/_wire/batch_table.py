@@ -59,6 +59,7 @@ class BatchTable:
         (the first token of its prompt that differs), `cause`, `column`; the last four are -1 where not examined.
     texts: `uids`, `tags`, `agents`, `stop_reasons`, `causes`, `columns`.
     facts: numbers of the whole batch. `credit` is "token" if `advantage` is the mean over a trajectory's tokens.
+        `padding_widths`: the widths of each model's padding rows, in the order in which the plan places them.
     """
 
     rows: Columns

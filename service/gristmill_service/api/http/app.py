@@ -30,7 +30,6 @@ from gristmill_service.api.http.guards.bodies import Bodies
 from gristmill_service.api.http.guards.browsers import ErrorsInBody, HostNames, OwnCookie, SameOrigin
 from gristmill_service.api.http.guards.identified import Identified, authorize, recognizer
 from gristmill_service.api.http.guards.observed import Observed
-from gristmill_service.monitoring.views.batch_view import BatchViewCache
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.storage.run_store import OwnedElsewhereError
 from gristmill_service.validation_messages import complaint, problems, shown
@@ -69,7 +68,7 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
         lifespan=lifespan,
         dependencies=[Depends(authorize)],
     )
-    app.state.api, app.state.batch_views, app.state.json_rows = api, BatchViewCache(), OneByOne()
+    app.state.api, app.state.batch_views, app.state.json_rows = api, OneByOne(), OneByOne()
     for router in (runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
     app.include_router(page.page)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, TypeVar
 from urllib.parse import quote
 
 import xxhash
@@ -35,11 +35,12 @@ from gristmill_service.monitoring.views.batch_view import (
     BatchDistributions,
     BatchPicture,
     BatchScores,
-    BatchViewCache,
+    BatchView,
 )
 from gristmill_service.monitoring.views.groups import FoundGroups, GroupSamples, OpenRowTokens
 from gristmill_service.monitoring.views.run_settings import RunSettings
 from gristmill_service.monitoring.views.tokens import RowTokens, ShownTokens, TokenTexts
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
 from gristmill_service.run.machine.events import GroupKey
 
@@ -58,11 +59,12 @@ _HEADERS = {
 }
 
 
-def _views(request: Request) -> BatchViewCache:
-    return cast(BatchViewCache, request.app.state.batch_views)
+async def _batch_view(request: Request, run: RunDep, batch: Int64) -> BatchView:
+    one_by_one: OneByOne = request.app.state.batch_views
+    return await one_by_one(BatchView, run.name, batch, run.config, await run.numbers(batch))
 
 
-ViewsDep = Annotated[BatchViewCache, Depends(_views)]
+ViewDep = Annotated[BatchView, Depends(_batch_view)]
 UidQuery = Annotated[str, Query(min_length=1, description="The group's uid.")]
 RoundQuery = Annotated[int, Query(ge=0, lt=2**31, description="The group's round.")]
 StartQuery = Annotated[int, Query(ge=0, lt=2**31, description="The first token to show.")]
@@ -150,33 +152,25 @@ async def run_history(
 
 @router.get("/runs/{run}/batches/{batch}/picture", response_model=BatchPicture)
 async def batch_picture(
-    run: RunDep,
-    views: ViewsDep,
-    batch: Int64,
+    view: ViewDep,
     model: Model = "policy",
     mini_batch: Annotated[int | None, Query(description="Only this one, in finer bars; null: as many as fit.")] = None,
 ) -> Response:
     """Returns the prompt, observation, trained and padding tokens of rows in a batch's shards, and ranks' loads."""
-    view = await views.get(run, batch)
     return await _computed(lambda: view.picture(model, mini_batch))
 
 
 @router.get("/runs/{run}/batches/{batch}/breaks", response_model=BatchBreaks)
-async def batch_breaks(run: RunDep, views: ViewsDep, api: ApiDep, batch: Int64) -> Response:
+async def batch_breaks(view: ViewDep, api: ApiDep) -> Response:
     """Returns where merging failed: the different token and its neighbors, as ids, and as text with a tokenizer."""
-    view = await views.get(run, batch)
     return await _computed(lambda: _with_texts(view.breaks(), api.token_texts))
 
 
 @router.get("/runs/{run}/batches/{batch}/scores", response_model=BatchScores)
 async def batch_scores(
-    run: RunDep,
-    views: ViewsDep,
-    batch: Int64,
-    start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to show.")] = 0,
+    view: ViewDep, start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to show.")] = 0
 ) -> Response:
     """Returns scores and advantages (before `loss_reduction` scales them) of a batch's groups, 200 groups at a time."""
-    view = await views.get(run, batch)
     return await _computed(lambda: view.scores(start))
 
 
@@ -218,22 +212,14 @@ async def group_row(
 
 
 @router.get("/runs/{run}/batches/{batch}/distributions")
-async def batch_distributions(run: RunDep, views: ViewsDep, batch: Int64) -> BatchDistributions:
+async def batch_distributions(view: ViewDep) -> BatchDistributions:
     """Returns histograms of the trajectories' scores, response tokens and turns, and counts of their stop reasons."""
-    return await asyncio.to_thread((await views.get(run, batch)).distributions)
+    return await asyncio.to_thread(view.distributions)
 
 
 @router.get("/runs/{run}/batches/{batch}/rows/{row}")
-async def batch_row(
-    run: RunDep,
-    views: ViewsDep,
-    api: ApiDep,
-    batch: Int64,
-    row: Int64,
-    start: StartQuery = 0,
-) -> RowTokens:
+async def batch_row(run: RunDep, view: ViewDep, api: ApiDep, row: Int64, start: StartQuery = 0) -> RowTokens:
     """Returns the tokens of one training row, 2,000 at a time, and their text if the service has a tokenizer."""
-    view = await views.get(run, batch)
     return _row_with_texts(await view.tokens(run, row, start), api.token_texts)
 
 

@@ -22,7 +22,7 @@ export function showBreaks(parent, answer) {
     quiet(`No breaks: ${count(answer.rows_received)} rows were merged into ${count(answer.rows)}.`));
   const { branches } = answer;
   const often = answer.pairs.filter(pair => pair.count > 1).slice(0, 5);
-  const rest = answer.in_all > answer.breaks.length ? ` The first ${count(answer.breaks.length)} are shown.` : "";
+  const rest = answer.in_all > answer.breaks.length ? ` Shown are ${count(answer.breaks.length)}, at most 3 of each trajectory.` : "";
   parent.replaceChildren(
     make("p", {}, `${count(answer.in_all)} of ${count(answer.rows_received)} steps (${share(answer.in_all / answer.rows_received)}) did not ` +
       `extend ${branches ? "an earlier step" : "the previous step"}, and began a new row.${rest}`),

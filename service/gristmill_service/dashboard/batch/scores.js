@@ -28,7 +28,7 @@ export class ScoresView {
       make("details", {}, make("summary", {}, "Every group"), tableRegion("Scores of every group", ["group", "mean", "scores, with the advantage's sign below each", "advantages"],
         answer.groups.map(group => [`${group.uid}${group.round ? ` round ${group.round}` : ""}${group.tag ? ` (${group.tag})` : ""}`, number(mean(group.scores)),
           group.scores.map((score, index) => chip(score, group.advantages?.[index])),
-          group.advantages ? group.advantages.map(number).join("  ") : "one per token"]))),
+          group.advantages ? group.advantages.map(number).join("  ") : "not known yet"]))),
       ...this.pages(answer));
     charts.forEach(chart => chart.redraw());
   }
@@ -47,7 +47,8 @@ const chip = (score, advantage = 0) =>
 function summary(answer) {
   const end = answer.start + answer.groups.length;
   const which = answer.groups.length < answer.groups_in_all ? `Groups ${answer.start} to ${end - 1} of ${count(answer.groups_in_all)}, ` : "";
-  return `${which}${which ? "a" : "A"}dvantages by ${answer.estimator}, before loss_reduction scales them.`;
+  const means = answer.are_means ? " Each advantage is the mean over the trajectory's trained tokens." : "";
+  return `${which}${which ? "a" : "A"}dvantages by ${answer.estimator}, before loss_reduction scales them.${means}`;
 }
 
 function dots(name, groups, valuesOf) {

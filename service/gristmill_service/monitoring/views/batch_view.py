@@ -1,38 +1,32 @@
 """Views of a published batch: its shards row by row, loads, merge breaks, scores. Their size is limited: a larger view
 is aggregated or truncated, and reports that.
 
-The views of the last requested batches are cached, even after the batches are freed.
+They are slices and sums of the batch's plan and table. Only the tokens of a row are read from the run's rows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
-from typing import Literal, NamedTuple
+from collections import Counter
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from gristmill._wire.batch_table import BatchTable, Break
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.monitoring import Document
-from gristmill_service.monitoring.views.batch_summary import (
-    BatchReader,
-    BatchSummary,
-    PrefixBreak,
-    TokenPair,
-    shortened,
-)
-from gristmill_service.monitoring.views.shard_bars import LARGEST, MiniBatchPicture, ShardBars
+from gristmill_service.monitoring.views.shard_bars import LARGEST, MiniBatchPicture, ShardBars, load_unit
 from gristmill_service.monitoring.views.tokens import SHOWN_TOKENS, RowTokens, key_of, rows_of, tokens_of
-from gristmill_service.off_loop import OneByOne
-from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
-from gristmill_service.run.machine.answers import BatchState
+from gristmill_service.pipeline.plan_document import MiniBatchDocument, decode_plan
+from gristmill_service.run.recent_tables import BatchNumbers
 from gristmill_service.run.run import Run
 
-CACHED_BATCHES = 4
 SHOWN_GROUPS = 200
+_LONGEST_UID = 80
 _BARS = 24
 _REASONS = 20
 
@@ -62,6 +56,27 @@ class BatchPicture(Document):
     groups: list[str] = Field(description="The uids of the first 4,000 groups, shortened.")
 
 
+class TokenPair(Document):
+    was: int = Field(description="The token in the compared step; -1: that step had ended.")
+    now: int = Field(description="The token in the prompt; -1: the prompt had ended.")
+    count: int
+
+
+class PrefixBreak(Document):
+    uid: str
+    round: int
+    sample: int
+    step: int
+    against: int = Field(description="The compared step: the previous step or, in a tree, the most similar one.")
+    index: int = Field(
+        description="The index of the first different token in the step's prompt, or the prompt's length."
+    )
+    before: list[int] = Field(description="The equal tokens before it.")
+    was: list[int] = Field(description="The tokens from there in the compared step.")
+    now: list[int] = Field(description="The tokens from there in this step's prompt.")
+    column: str = Field(description="The declared column in which the steps differ, if no token differs; else empty.")
+
+
 class BatchBreaks(Document):
     run: str
     batch: int
@@ -71,7 +86,7 @@ class BatchBreaks(Document):
     rows_received: int
     rows: int
     pairs: list[TokenPair] = Field(description="The most frequent ones, at most 10.")
-    breaks: list[PrefixBreak] = Field(description="The first 200 breaks.")
+    breaks: list[PrefixBreak] = Field(description="The first 200, of the first three of each trajectory.")
     texts: dict[int, str] = Field(
         default={}, description="The text of each of these tokens, if the service has a tokenizer."
     )
@@ -83,13 +98,14 @@ class GroupScores(Document):
     tag: str = Field(default="", description="The group's environment or task.")
     samples: list[int]
     scores: list[float]
-    advantages: list[float] | None = Field(description="null if clients sent one per token.")
+    advantages: list[float] | None = Field(description="null while columns that trainers write are missing.")
 
 
 class BatchScores(Document):
     run: str
     batch: int
     estimator: str
+    are_means: bool = Field(description="Whether an advantage is the mean over the trained tokens of its trajectory.")
     groups_in_all: int
     start: int
     groups: list[GroupScores]
@@ -113,19 +129,22 @@ class BatchDistributions(Document):
 
 
 class BatchView:
-    """A batch: its plan, and its rows without tokens."""
+    """A batch: its plan, and its table.
 
-    def __init__(self, run: str, batch: int, config: RunConfig, plan: PlanDocument, rows: BatchSummary) -> None:
-        self._run, self._batch = run, batch
-        self._config, self._plan, self._rows = config, plan, rows
-        self._bars = ShardBars(rows, config)
+    numbers: of a published batch, or of one that was freed.
+    """
+
+    def __init__(self, run: str, batch: int, config: RunConfig, numbers: BatchNumbers) -> None:
+        self._run, self._batch, self._config = run, batch, config
+        self._plan, self._table = decode_plan(numbers.plan), BatchTable.decode(numbers.table)
 
     def picture(self, model: Model, mini_batch: int | None) -> BatchPicture:
         """Returns as many mini-batches as fit, or only one, with finer bars."""
         mini_batches = self._mini_batches(model)
         chosen = mini_batches if mini_batch is None else _chosen(mini_batches, model, mini_batch)
-        drawn = self._bars.drawn(mini_batches, chosen[: max(1, LARGEST.shards // self._plan.dp_size)])
         plan, config = self._plan, self._config
+        bars = ShardBars(self._table, mini_batches, model, config)
+        drawn = bars.drawn(chosen[: max(1, LARGEST.shards // plan.dp_size)])
         return BatchPicture(
             run=self._run,
             batch=self._batch,
@@ -143,10 +162,10 @@ class BatchView:
             mini_batches_in_all=len(mini_batches),
             rows_per_bar=drawn.per_bar,
             micro_steps_per_cell=drawn.per_cell,
-            load_unit=self._bars.load_unit,
+            load_unit=load_unit(config),
             mini_batches=drawn.mini_batches,
             columns=[str(column) for column in config.columns],
-            groups=[shortened(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
+            groups=[_shortened(uid) for uid in self._table.texts["uids"][: LARGEST.bars]],
         )
 
     def breaks(self) -> BatchBreaks:
@@ -155,18 +174,21 @@ class BatchView:
             batch=self._batch,
             merges=self._config.merging.joins,
             branches=self._config.merging.branches,
-            in_all=self._rows.breaks_in_all,
+            in_all=len(self._table.breaks["step"]),
             rows_received=self._plan.rows_received,
             rows=self._plan.rows,
-            pairs=self._rows.pairs,
-            breaks=self._rows.breaks,
+            pairs=[TokenPair(was=was, now=now, count=count) for was, now, count in self._table.facts["pairs"]],
+            breaks=[_break(one) for one in self._table.shown_breaks()],
         )
 
     async def tokens(self, run: Run, row: int, start: int) -> RowTokens:
         """Reads the batch up to the row's trajectory, and returns the row's tokens. Raises NotFoundError if the batch
-        has no such row, and like `Run.export` if the rows are freed."""
-        key, row_of_trajectory = key_of(self._rows, row)
-        trajectory = await rows_of(run.export(self._batch), key)
+        has no such row, or is freed."""
+        key, row_of_trajectory = key_of(self._table, row)
+        try:
+            trajectory = await rows_of(run.export(self._batch), key)
+        except NotFoundError as freed:
+            raise NotFoundError(f"the tokens of row {row} are gone: {freed}") from None
         tokens, mask, conversation = await asyncio.to_thread(tokens_of, trajectory, row_of_trajectory, self._config)
         shown = slice(start, start + SHOWN_TOKENS)
         return RowTokens(
@@ -186,32 +208,37 @@ class BatchView:
 
     def distributions(self) -> BatchDistributions:
         """Returns distributions over trajectories: scores, lengths, turns, and stop reasons."""
-        received = self._rows.received
-        lasts = (received.trajectory_bounds[1:] - 1).tolist()
-        reasons = Counter(received.steps.stop_reasons[last] or "unknown" for last in lasts)
+        columns, reasons = self._table.trajectories, Counter[str]()
+        for number, count in enumerate(np.bincount(columns["stop_reason"]).tolist()):
+            reasons[self._table.texts["stop_reasons"][number] or "unknown"] += count
         return BatchDistributions(
             run=self._run,
             batch=self._batch,
-            trajectories=len(lasts),
+            trajectories=len(columns["score"]),
             histograms=[
-                _histogram("score", self._rows.scores),
-                _histogram("response tokens", self._rows.responses),
-                _histogram("turns", np.diff(received.trajectory_bounds)),
+                _histogram("score", columns["score"]),
+                _histogram("response tokens", columns["response"]),
+                _histogram("turns", columns["steps"]),
             ],
             stop_reasons=dict(reasons.most_common(_REASONS)),
         )
 
     def scores(self, start: int) -> BatchScores:
         """Returns the scores of at most 200 groups, from group `start`."""
-        groups = self._rows.received.groups
-        first = max(start, 0)
+        table, first = self._table, max(start, 0)
+        groups = range(first, min(first + SHOWN_GROUPS, len(table.texts["uids"])))
+        bounds = np.searchsorted(table.trajectories["group"], [*groups, groups.stop]).tolist()
         return BatchScores(
             run=self._run,
             batch=self._batch,
             estimator=self._config.advantage_estimator,
-            groups_in_all=len(groups),
+            are_means=table.facts["credit"] == "token",
+            groups_in_all=len(table.texts["uids"]),
             start=first,
-            groups=[self._group(group) for group in range(first, min(first + SHOWN_GROUPS, len(groups)))],
+            groups=[
+                _group(table, group, slice(*trajectories))
+                for group, trajectories in zip(groups, pairwise(bounds), strict=True)
+            ],
         )
 
     def _mini_batches(self, model: Model) -> list[MiniBatchDocument]:
@@ -222,73 +249,36 @@ class BatchView:
             )
         return [part for part in self._plan.mini_batches if part.model == model]
 
-    def _group(self, group: int) -> GroupScores:
-        received, advantages = self._rows.received, self._rows.advantages
-        trajectories = slice(int(received.group_bounds[group]), int(received.group_bounds[group + 1]))
-        round_, uid = received.groups[group]
-        return GroupScores(
-            uid=shortened(uid),
-            round=round_,
-            tag=received.tags[group] if received.tags else "",
-            samples=received.steps.samples[received.trajectory_bounds[:-1][trajectories]].tolist(),
-            scores=self._rows.scores[trajectories].tolist(),
-            advantages=None if advantages is None else advantages[trajectories].tolist(),
-        )
+
+def _group(table: BatchTable, group: int, trajectories: slice) -> GroupScores:
+    of_group = {name: table.trajectories[name][trajectories] for name in ("sample", "score", "advantage")}
+    return GroupScores(
+        uid=_shortened(table.texts["uids"][group]),
+        round=int(table.groups["round"][group]),
+        tag=table.texts["tags"][table.groups["tag"][group]],
+        samples=of_group["sample"].tolist(),
+        scores=of_group["score"].tolist(),
+        advantages=None if np.isnan(of_group["advantage"]).any() else of_group["advantage"].tolist(),
+    )
 
 
-class _Key(NamedTuple):
-    """The key of a built batch. run_id: distinguishes runs of the same name. dp_size: that of the plan."""
+def _break(one: Break) -> PrefixBreak:
+    return PrefixBreak(
+        uid=_shortened(one.uid),
+        round=one.round,
+        sample=one.sample,
+        step=one.step,
+        against=one.against,
+        index=one.at,
+        before=one.before,
+        was=one.was,
+        now=one.now,
+        column=one.column,
+    )
 
-    run_id: str
-    batch: int
-    dp_size: int
 
-
-class BatchViewCache:
-    """Caches the views of the last requested batches. Holds no reference to a run.
-
-    one_by_one: computes the views, so that they never use more than one core.
-    """
-
-    def __init__(self) -> None:
-        self.one_by_one = OneByOne()
-        self._making = asyncio.Lock()
-        self._views: OrderedDict[_Key, BatchView] = OrderedDict()
-
-    async def get(self, run: Run, batch: int) -> BatchView:
-        """Returns the view of a batch. Raises like `Run.batch`, and NotFoundError if the batch is not published yet."""
-        if view := self._cached(run, batch):
-            return view
-        async with self._making:
-            if view := self._cached(run, batch):
-                return view
-            key, view = await self._read(run, batch)
-            self._views[key] = view
-            while len(self._views) > CACHED_BATCHES:
-                self._views.popitem(last=False)
-            return view
-
-    def _cached(self, run: Run, batch: int) -> BatchView | None:
-        key = _Key(run.run_id, batch, run.config.dp_size)
-        if key in self._views:
-            self._views.move_to_end(key)
-        return self._views.get(key)
-
-    async def _read(self, run: Run, batch: int) -> tuple[_Key, BatchView]:
-        config = run.config
-        answer = await run.batch(batch)
-        if answer.state not in (BatchState.PUBLISHED, BatchState.FORWARD):
-            raise NotFoundError(f"batch {batch} is not published yet; retry later")
-        plan = await self.one_by_one(decode_plan, answer.plan)
-        if plan.dp_size != config.dp_size:
-            # The trainer resumed with another number of ranks between the two reads.
-            raise NotFoundError(f"batch {batch} is being rebuilt for another dp_size; retry later")
-        sealed = run.read(lambda state, _: state.batches.get(batch))
-        reader = BatchReader(config, 0 if sealed is None else sealed.policy_version)
-        async for table in run.export(batch):
-            await self.one_by_one(reader.read, table)
-        view = await self.one_by_one(lambda: BatchView(run.name, batch, config, plan, reader.summary()))
-        return _Key(run.run_id, batch, config.dp_size), view
+def _shortened(uid: str) -> str:
+    return uid if len(uid) <= _LONGEST_UID else f"{uid[: _LONGEST_UID - 1]}…"
 
 
 def _chosen(mini_batches: list[MiniBatchDocument], model: Model, mini_batch: int) -> list[MiniBatchDocument]:
@@ -300,9 +290,7 @@ def _chosen(mini_batches: list[MiniBatchDocument], model: Model, mini_batch: int
     return mini_batches[mini_batch : mini_batch + 1]
 
 
-def _histogram(
-    name: Literal["score", "response tokens", "turns"], values: NDArray[np.float64] | NDArray[np.int64]
-) -> Histogram:
+def _histogram(name: Literal["score", "response tokens", "turns"], values: NDArray[Any]) -> Histogram:
     different, counts = np.unique(values, return_counts=True)
     if len(different) <= _BARS:
         edges = different.tolist()

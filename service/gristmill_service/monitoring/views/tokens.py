@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
+from gristmill._wire.batch_table import BatchTable
 from gristmill._wire.steps import Steps, TrajectoryKey, concat
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring import Document
-from gristmill_service.monitoring.views.batch_summary import BatchSummary
 from gristmill_service.pipeline.rows.merge import merge_rows
 from gristmill_service.pipeline.rows.validate import receive
 from gristmill_service.rollout_lines import CONVERSATION
@@ -46,16 +46,18 @@ class RowTokens(ShownTokens):
     row: int = Field(description="The row's number in the plan.")
 
 
-def key_of(rows: BatchSummary, row: int) -> tuple[TrajectoryKey, int]:
+def key_of(table: BatchTable, row: int) -> tuple[TrajectoryKey, int]:
     """Returns the row's trajectory, and the row's index in that trajectory.
 
     Raises NotFoundError if the batch has no such row.
     """
-    if not 0 <= row < len(rows.trajectories):
-        raise NotFoundError(f"the batch has no row {row}; request one of 0..{len(rows.trajectories) - 1}")
-    trajectory = int(rows.trajectories[row])
-    first = int(np.searchsorted(rows.trajectories, trajectory))
-    return rows.received.steps.key(int(rows.received.trajectory_bounds[trajectory])), row - first
+    owners = table.rows["trajectory"]
+    if not 0 <= row < len(owners):
+        raise NotFoundError(f"the batch has no row {row}; request one of 0..{len(owners) - 1}")
+    trajectory = owners[row]
+    group, sample = (int(table.trajectories[name][trajectory]) for name in ("group", "sample"))
+    key = TrajectoryKey(int(table.groups["round"][group]), table.texts["uids"][group], sample)
+    return key, row - int(np.searchsorted(owners, trajectory))
 
 
 async def rows_of(tables: AsyncIterator[Steps], key: TrajectoryKey) -> Steps:
