@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.batch_table import BatchTable
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
@@ -133,6 +134,9 @@ class Shelf:
     def plan(self, run: str, batch: int) -> bytes:
         return self._get(run, batch)[0]
 
+    def table(self, run: str, batch: int) -> bytes:
+        raise NotImplementedError("no test asks for it")
+
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         return ShardLocation(len(self._get(run, batch)[1][address]), None)
 
@@ -167,6 +171,7 @@ class Built:
     shards: list[Shard]
     awaits: frozenset[str] = frozenset()
     forms: Mapping[ShardAddress, ShardForm] = field(default_factory=dict)
+    table: BatchTable = field(default_factory=lambda: BatchTable({}, {}, {}, {}, {}, {}))
 
     def stats(self) -> Figures:
         """Nothing is counted of a batch that the pipeline did not make."""

@@ -1,5 +1,7 @@
-"""The figures of a batch: sums of its table, so that those of several batches can be added. The plan shows some of them,
-metrics count them, and a run's log stores them."""
+"""The figures of a batch: sums of its table, so that those of several batches can be added.
+
+The plan shows some of them, metrics count them, and a run's log stores them.
+"""
 
 from __future__ import annotations
 
