@@ -89,26 +89,27 @@ def store(request: pytest.FixtureRequest) -> Iterator[ShardStore]:
 
 
 class TestEveryStore:
-    def test_a_published_batch_gives_its_plan_and_every_shard(self, store: ShardStore) -> None:
-        nbytes = store.publish("run", 0, b"{}", sources())
+    def test_a_published_batch_gives_its_plan_its_table_and_every_shard(self, store: ShardStore) -> None:
+        nbytes = store.publish("run", 0, b"{}", sources(), b"numbers")
         forms = [store.read_frames("run", 0, one) or store.read("run", 0, one) for one in (FIRST, SECOND)]
-        plan = compressed(b"{}") if isinstance(store, RedisShardStore) else b"{}"
-        assert nbytes == len(plan) + sum(len(data) for form in forms for data in form)
-        assert store.plan("run", 0) == b"{}"
+        stored = compressed if isinstance(store, RedisShardStore) else bytes
+        documents = len(stored(b"{}")) + len(stored(b"numbers"))
+        assert nbytes == documents + sum(len(data) for form in forms for data in form)
+        assert (store.plan("run", 0), store.table("run", 0)) == (b"{}", b"numbers")
         assert b"".join(store.read("run", 0, FIRST)) == b"first shard"
         assert b"".join(store.read("run", 0, SECOND)) == b"second"
         assert store.locate("run", 0, SECOND).size == 6
 
     def test_a_batch_that_is_published_again_takes_the_place_of_the_one_before(self, store: ShardStore) -> None:
         store.publish("run", 0, b"{}", sources())
-        store.publish("run", 0, b'{"again":1}', sources()[:1])
-        assert store.plan("run", 0) == b'{"again":1}'
+        store.publish("run", 0, b'{"again":1}', sources()[:1], b"other numbers")
+        assert (store.plan("run", 0), store.table("run", 0)) == (b'{"again":1}', b"other numbers")
         assert b"".join(store.read("run", 0, sources()[0].address))
         with pytest.raises(NotFoundError):
             store.locate("run", 0, sources()[1].address)
 
     def test_nothing_of_a_batch_is_there_before_it_is_published(self, store: ShardStore) -> None:
-        for read in (store.plan, lambda run, batch: store.locate(run, batch, FIRST)):
+        for read in (store.plan, store.table, lambda run, batch: store.locate(run, batch, FIRST)):
             with pytest.raises(NotFoundError, match="run 'run': batch 0 is not published"):
                 read("run", 0)
 
