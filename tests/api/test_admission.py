@@ -68,6 +68,25 @@ def test_one_caller_leaves_a_quarter_to_others(kind: Kind) -> None:
     run(test)
 
 
+def test_requests_of_a_caller_are_checked_row_by_row_one_at_a_time_and_another_caller_need_not_wait() -> None:
+    async def test() -> None:
+        admission, order = Admission(), list[str]()
+
+        async def check(caller: str) -> None:
+            slot = await admission.enter(caller, "call")
+            async with slot.check_rows():
+                order.append(f"{caller} begins")
+                await settle()
+                order.append(f"{caller} ends")
+
+        await asyncio.gather(*(check(caller) for caller in ("greedy", "greedy", "greedy", "modest")))
+        assert order[:2] == ["greedy begins", "modest begins"]
+        assert [step for step in order if step.startswith("greedy")] == ["greedy begins", "greedy ends"] * 3
+        assert not admission.row_checks.total
+
+    run(test)
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_slot_that_is_closed_is_there_for_another_and_is_closed_once() -> None:
     async def test() -> None:

@@ -15,7 +15,7 @@ from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.column_spec import specs_of
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
-from gristmill.errors import GristmillError, PrefixUnknownError
+from gristmill.errors import GristmillError, InvalidArgumentError, PrefixUnknownError
 from gristmill_service.access.quotas import Limits
 from gristmill_service.api.row_requests import RowsCheck, RowsRequest
 from gristmill_service.run.capacity import RowBudget
@@ -57,11 +57,15 @@ def unchecked(*rows: Row) -> Steps:
     return replace(good, policy_versions=np.array(versions, np.int32), is_last_steps=lasts)
 
 
-def submit(run: Any, steps: Steps, prefixes: Any = None, *, by_row: bool = True) -> Taken:
-    """Submits as the APIs do."""
-    check = RowsCheck(
+def check_of(run: Any, steps: Steps, prefixes: Any = None, *, by_row: bool = True) -> RowsCheck:
+    return RowsCheck(
         lambda: RowsRequest.of(Sent(steps, prefixes), by_row), lambda sent: Sent(run.checked(sent), sent.prefixes)
     )
+
+
+def submit(run: Any, steps: Steps, prefixes: Any = None, *, by_row: bool = True) -> Taken:
+    """Submits as the APIs do."""
+    check = check_of(run, steps, prefixes, by_row=by_row)
     try:
         good = check.whole()
     except GristmillError as error:
@@ -196,3 +200,12 @@ def test_after_a_kill_exactly_the_accepted_rows_are_there(tmp_path: Path) -> Non
     assert [type(error) for error in again.refused.values()] == before[1:3]
     assert one.run.status().rows_accepted == 2
     one.ledger.close()
+
+
+def test_errors_of_rows_reference_no_frames() -> None:
+    """Cycles of thousands of errors and frames would be collected at once, while every other call waits."""
+    check = check_of(Bench().run, unchecked(*(row(uid, policy_version=VERSIONS_BELOW_ALL) for uid in "abcd")))
+    with pytest.raises(InvalidArgumentError) as caught:
+        check.whole()
+    errors = check.good(caught.value).refused.values()
+    assert [(error.__traceback__, error.__context__) for error in errors] == [(None, None)] * 4

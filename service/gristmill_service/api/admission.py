@@ -12,7 +12,8 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Literal, NamedTuple
 
 from gristmill.errors import GristmillError, ResourceExhaustedError
@@ -209,6 +210,8 @@ class Admission:
         none_ended = f"and none finished within {REQUEST_S:g} s; retry"
         self.requests = _Shared(most.requests, "large requests are being read or answered", none_ended)
         self.small_requests = _Shared(most.small_requests, "requests are being read", none_ended)
+        # A check of many rows computes in a thread for long, and several such threads delay the event loop.
+        self.row_checks = _Shared(2, "requests are being checked row by row", none_ended, 1)
         self.answers = _Shared(most.answer_bytes, "bytes of answers are unsent", no_more)
         self.limited: Counter[tuple[str, str]] = Counter()
         self.coming: set[Slot] = set()
@@ -441,6 +444,17 @@ class Slot:
             await self.place()
         else:
             self._vacate()
+
+    @asynccontextmanager
+    async def check_rows(self) -> AsyncIterator[None]:
+        """Waits until the request may be checked row by row: one request of each caller at a time, and two in total.
+        Raises ResourceExhaustedError after 20 s or more."""
+        shared, caller = self._admission.row_checks, self.caller
+        await self._admission.take(shared, caller, REQUEST_S)
+        try:
+            yield
+        finally:
+            shared.give(caller)
 
     def wait(self) -> bool:
         """Counts the call as waiting. Returns False if too many calls wait; then answer the call at once."""

@@ -26,6 +26,7 @@ from gristmill_service.api.row_requests import CheckedRows, RowsCheck, RowsReque
 from gristmill_service.api.shard_columns import compressed, file_with
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health.report import RunReport, report, reported
+from gristmill_service.off_loop import finished
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run import waiters
 from gristmill_service.run.machine.answers import (
@@ -173,6 +174,7 @@ async def begin_groups(
 
 async def submit_rows(
     api: ApiContext,
+    slot: Slot,
     run: str,
     nbytes: int,
     read: Callable[[Run], RowsRequest],
@@ -181,14 +183,17 @@ async def submit_rows(
     """Submits the rows of a request.
 
     read: decodes the request, which has n bytes; called in a thread if n is large. The run is looked up first, so that
-        a request for an unknown run is not decoded. in_thread: calls a function in a thread.
+        a request for an unknown run is not decoded. in_thread: calls a function in a thread, for a large request.
     """
     opened = await api.runs.get(run)
     check = RowsCheck(lambda: read(opened), partial(_checked, opened, api.max_message_bytes))
     try:
         rows = check.whole() if nbytes <= SMALL_BYTES else await in_thread(check.whole)
     except InvalidArgumentError as error:
-        rows = await in_thread(check.good, error)
+        if not check.is_by_row:
+            raise
+        async with slot.check_rows():
+            rows = await finished(asyncio.to_thread(check.good, error))
     if rows.refused:
         opened.monitor.refused(len(rows.refused))
     taken = Taken([])

@@ -12,6 +12,8 @@ _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _CANCEL = struct.pack(">I", 8)
 _LAST_STREAM = 1 << 30
+_FRAME_BYTES = 16_384
+"""The largest frame unless the other side's settings allow more."""
 
 
 def message(data: bytes) -> bytes:
@@ -49,7 +51,11 @@ class Connection:
 
     def send(self, stream: int, data: bytes, *, ends: bool = False) -> None:
         self._window -= len(data)
-        self._unsent += frame(_DATA, _END_STREAM if ends else 0, stream, data)
+        # The service ends a connection that sends a larger frame, and with it all its calls.
+        for at in range(0, len(data), _FRAME_BYTES):
+            is_last = at + _FRAME_BYTES >= len(data)
+            part = data[at : at + _FRAME_BYTES]
+            self._unsent += frame(_DATA, _END_STREAM if ends and is_last else 0, stream, part)
 
     def flush(self) -> None:
         unsent, self._unsent = self._unsent, b""

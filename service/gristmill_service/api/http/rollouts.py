@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import numpy as np
@@ -23,7 +22,7 @@ from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.http.json_bodies import rows_of
-from gristmill_service.api.row_requests import CheckedRows, RowsRequest
+from gristmill_service.api.row_requests import RowsRequest
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.run import Run
@@ -74,16 +73,12 @@ async def submit_rows(request: Request, run: RunDep, slot: SlotDep, api: ApiDep)
     `refuse_by_row` (JSON only) it refuses invalid rows individually."""
     body, kind = request.scope[BODY], request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == PROTOBUF:
-        taken = await calls.submit_rows(api, run.name, len(body), lambda _: _from_protobuf(body))
+        taken = await calls.submit_rows(api, slot, run.name, len(body), lambda _: _from_protobuf(body))
     else:
         # A parsed document needs tens of times the memory of its bytes.
-        one_by_one: OneByOne = request.app.state.json_rows
+        in_thread: OneByOne = request.app.state.json_rows
         read = partial(_from_json, body)
-
-        def in_thread(check: Callable[..., CheckedRows], *args: GristmillError) -> Awaitable[CheckedRows]:
-            return one_by_one(check, *args)
-
-        taken = await calls.submit_rows(api, run.name, _JSON_WEIGHT * len(body), read, in_thread)
+        taken = await calls.submit_rows(api, slot, run.name, _JSON_WEIGHT * len(body), read, in_thread)
     slot.note_wrong(taken.refused.values())
     return models.RowsSubmitted.model_construct(
         outcomes=[outcome.name.lower() for outcome in taken.outcomes],

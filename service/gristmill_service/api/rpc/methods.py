@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, fields
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
 
@@ -185,7 +185,7 @@ async def begin_groups(
 
 async def submit_rows(api: ApiContext, slot: Slot, request: Submission) -> rollout_pb2.SubmitRowsResponse:
     outcomes, errors = await calls.submit_rows(
-        api, request.run, request.nbytes, lambda _: RowsRequest.of(request.rows(), request.refuses_by_row)
+        api, slot, request.run, request.nbytes, lambda _: RowsRequest.of(request.rows(), request.refuses_by_row)
     )
     slot.note_wrong(errors.values())
     # Usually all rows of a request have the same outcome, and reading an enum's value is slow.
@@ -196,8 +196,10 @@ async def submit_rows(api: ApiContext, slot: Slot, request: Submission) -> rollo
 
 
 def _refused(row: int, error: GristmillError) -> rollout_pb2.RefusedRow:
-    code, kind, message, retry_after_s, _ = astuple(refusal(error))
-    return rollout_pb2.RefusedRow(row=row, code=code, type=kind, message=message, retry_after_s=retry_after_s or 0.0)
+    one = refusal(error)
+    return rollout_pb2.RefusedRow(
+        row=row, code=one.code, type=one.type, message=one.message, retry_after_s=one.retry_after_s or 0.0
+    )
 
 
 async def set_rewards(
