@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -538,3 +540,32 @@ def test_columns_of_a_shape_may_be_lists_of_a_fixed_size_or_large_ones(
         run("batch", file, "--config", config, "--out", tmp_path / file.suffix)
     for shard in sorted((tmp_path / ".jsonl").rglob("*.safetensors")):
         assert shard.read_bytes() == (tmp_path / ".parquet" / shard.relative_to(tmp_path / ".jsonl")).read_bytes()
+
+
+def test_a_plan_has_a_table_of_its_rows(config: Path, file: Path, tmp_path: Path) -> None:
+    done = run("plan", file, "--config", config, "--table", tmp_path / "rows.parquet", expect=0)
+    assert done.stdout == run("plan", file, "--config", config).stdout
+    table = pq.read_table(tmp_path / "rows.parquet").to_pydict()
+    assert table["batch"] == [0] * 4 + [1] * 4
+    assert table["uid"] == [f"p{prompt}" for prompt in range(4) for _ in range(2)]
+    assert (table["step_first"], table["step_last"], table["tokens"]) == ([0] * 8, [1] * 8, [6] * 8)
+    refused = run("plan", file, "-c", config, "--json", "--table", tmp_path / "rows.parquet", expect=1)
+    assert "--table is for the plans of one configuration" in refused.stderr
+    assert "is not a .parquet file" in run("plan", file, "-c", config, "--table", "rows.csv", expect=1).stderr
+
+
+def test_a_table_of_lengths_has_no_rewards(config: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "lengths.jsonl", tmp_path / "rows.parquet"
+    rows = [{"uid": f"p{n // 2}", "sample": n % 2, "prompt_len": 3, "response_len": 4 + n} for n in range(4)]
+    file.write_text(lines(rows))
+    config.write_text(json.dumps(CONFIG | {"merge": "none", "step_wise": False}))
+    run("plan", file, "--config", config, "--table", out, expect=0)
+    table = pq.read_table(out)
+    assert table["tokens"].to_pylist() == [7, 8, 9, 10]
+    assert all(map(math.isnan, (*table["score"].to_pylist(), *table["advantage"].to_pylist())))
+
+
+def test_a_table_needs_pyarrow(config: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = run("plan", file, "--config", config, "--table", tmp_path / "rows.parquet", expect=1)
+    assert (done.stdout, "--table needs pyarrow, not installed; pip install pyarrow" in done.stderr) == ("", True)

@@ -19,6 +19,7 @@ Columns = dict[str, Array]
 MODELS = ("policy", "critic")
 MASKED, ALL_MASKED, HAS_ADVANTAGE = 1, 2, 4
 PLACE = ("mini_batch", "rank", "micro_batch", "width")
+_OF_REWARDS = ("score", "reward", "advantage")
 _TEXTS = "texts"
 _FORMAT = 1
 
@@ -39,6 +40,13 @@ class Break(NamedTuple):
     before: list[int]
     was: list[int]
     now: list[int]
+
+
+class TextColumn(NamedTuple):
+    """A column of texts. numbers: the index in `texts` of each."""
+
+    texts: list[str]
+    numbers: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +96,8 @@ class BatchTable:
         kinds: dict[str, Columns] = {"rows": {}, "trajectories": {}, "groups": {}, "breaks": {}}
         for name, values in tensors.items():
             kind, _, column = name.partition("/")
-            kinds[kind][column] = values
+            # Copied, because the views are read-only and may be unaligned.
+            kinds[kind][column] = values.copy()
         return cls(**kinds, texts=others["texts"], facts=others["facts"])
 
     def shown_breaks(self) -> Iterator[Break]:
@@ -113,7 +122,16 @@ class BatchTable:
             )
 
     def by_row(self) -> dict[str, Array]:
-        """Returns one entry per training row, as arrays of the same length: numbers, bools, and text."""
+        """Returns one entry per training row in each column: an array of numbers, bools or text, as docs/table.md lists
+        them."""
+        columns = self.columns_by_row()
+        return {
+            name: np.array(column.texts, np.str_)[column.numbers] if isinstance(column, TextColumn) else column
+            for name, column in columns.items()
+        }
+
+    def columns_by_row(self) -> dict[str, Array | TextColumn]:
+        """Returns the columns of `by_row`, without an array of texts, which is as wide as its longest text."""
         rows, trajectories, groups = self.rows, self.trajectories, self.groups
         owner = rows["trajectory"]
         group = trajectories["group"][owner]
@@ -121,11 +139,11 @@ class BatchTable:
         critic = {f"critic_{name}": rows[f"critic.{name}"] for name in PLACE if "critic" in self.models}
         return {
             "row": np.arange(len(owner)),
-            "uid": self._text("uids", group),
+            "uid": TextColumn(self.texts["uids"], group),
             "round": groups["round"][group],
-            "tag": self._text("tags", groups["tag"][group]),
+            "tag": TextColumn(self.texts["tags"], groups["tag"][group]),
             "sample": trajectories["sample"][owner],
-            "agent": self._text("agents", trajectories["agent"][owner]),
+            "agent": TextColumn(self.texts["agents"], trajectories["agent"][owner]),
             "trajectory": owner,
             "step_first": rows["first"],
             "step_last": rows["last"],
@@ -143,12 +161,10 @@ class BatchTable:
             "advantage": trajectories["advantage"][owner],
             "response_tokens": trajectories["response"][owner],
             "staleness": trajectories["behind"][owner],
-            "stop_reason": self._text("stop_reasons", trajectories["stop_reason"][owner]),
+            "stop_reason": TextColumn(self.texts["stop_reasons"], trajectories["stop_reason"][owner]),
             "masked": (trajectories["flags"][owner] & MASKED) > 0,
             "zero_variance": groups["zero_variance"][group],
             "dropped": policy["rank"] < 0,
+            # Files of lengths have no rewards.
+            **({} if self.facts["has_tokens"] else dict.fromkeys(_OF_REWARDS, np.full(len(owner), np.nan))),
         }
-
-    def _text(self, name: str, numbers: Array) -> Array:
-        texts: Array = np.array(self.texts[name], np.str_)
-        return texts[numbers] if len(numbers) else texts[:0]

@@ -34,6 +34,7 @@ from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli.offline.comparison import Compared, numbers_of, print_comparison
 from gristmill_service.cli.offline.rollout_files import read_batches
+from gristmill_service.cli.offline.table_files import check_table, write_table
 from gristmill_service.cli.terminal import counted, messages, refusals, screen
 from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
@@ -76,6 +77,15 @@ def plan(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print what the batches become as one document.")] = False,
+    table_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--table",
+            metavar="FILE.parquet",
+            help="Also write one line per training row: its tokens, place, score and advantage.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Print the plan of each batch in FILE, one JSON document per line, and a summary on standard error.
 
@@ -87,9 +97,15 @@ def plan(
     Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
 
     Example: gristmill plan rollouts.jsonl -c run.yaml -c packed.yaml
+
+    Example: gristmill plan rollouts.jsonl -c run.yaml --table rows.parquet
     """
     with refusals():
+        if table_file is not None:
+            check_table(table_file)
         if as_json or len(configs) > 1:
+            if table_file is not None:
+                raise InvalidArgumentError("--table is for the plans of one configuration; omit --json and other -c")
             every = [_compared(file, config) for config in configs]
             print_comparison(every, as_json)
             raise typer.Exit(int(any(one.reason for one in every)))
@@ -100,6 +116,8 @@ def plan(
             _warn(document)
             sys.stdout.buffer.write(encode_plan(document) + b"\n")
         sys.stdout.flush()
+        if table_file is not None:
+            write_table(table_file, ((document.batch, table) for document, table in plans))
         _summarize(plans)
 
 
