@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import trustme
@@ -53,7 +54,7 @@ def test_no_other_document_has_blocks_of_python_that_nothing_runs() -> None:
         for path in DOCS.rglob("*.md")
         if path.parent.name != "guides" and blocks(str(path.relative_to(DOCS)), "python")
     }
-    assert pages == {"columns.md", "operations.md", "prefix_tree.md", "security.md", "shards.md"}
+    assert pages == {"columns.md", "operations.md", "prefix_tree.md", "security.md", "shards.md", "table.md"}
 
 
 def test_columns_are_declared_sent_and_chosen(service: Service, run_name: str) -> None:
@@ -194,6 +195,16 @@ def test_tensors_come_in_the_types_that_are_asked_for(service: Service, run_name
     with names["trainer"] as trainer:
         (shard,) = next(iter(trainer)).mini_batches()
         assert (shard["sequences"].dtype, shard["loss_mask"].dtype) == (torch.int64, torch.float32)
+
+
+def test_a_batch_s_table_is_aggregated(service: Service, run_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks("table.md", "python")
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(COUNTS | {"n_samples_per_prompt": 2})
+        client.submit({**ROW, "uid": "a", "sample": sample, "reward": float(sample)} for sample in range(2))
+        client.finish()
+    run(block, service, run_name, {"TrainerClient": TrainerClient, "pyarrow": pyarrow})
+    assert "tokens_max: [[4]]" in capsys.readouterr().out
 
 
 def test_a_model_trains_on_trees(service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

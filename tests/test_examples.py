@@ -46,9 +46,12 @@ def test_a_trainer_in_one_file_learns(service: Service, run_name: str, name: str
     assert service.runs.get(run_name).status().batches_freed == steps
 
 
-def test_agents_play_at_once(service: Service, run_name: str) -> None:
+def test_agents_play_at_once_and_their_run_is_plotted(service: Service, run_name: str, tmp_path: Path) -> None:
     output = run(service, "agents_asyncio.py", "--run", run_name)
     assert re.match(r"16 groups: \{'sealed': 16\}; \d+ agents failed; \d+ turns; 2 batches", output)
+    *_, last = run(service, "advantage_plot.py", run_name, "--out", tmp_path / "plot.png").splitlines()
+    assert re.match(r"12\d trajectories of 2 batches", last)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert service.runs.get(run_name).status().batches_sealed == 2
 
 

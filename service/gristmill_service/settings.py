@@ -182,7 +182,7 @@ class Settings(BaseSettings):
     )
     max_streams: PositiveInt = Field(
         256,
-        description="How many gRPC streams (ReadShard, ExportBatch) may be open at a time; further callers must retry.",
+        description="How many streaming gRPC calls, such as ReadShard, may be open; further callers must retry.",
     )
     tokenizer: Path | None = Field(
         None,

@@ -14,6 +14,7 @@ import grpc
 import httpx
 import numpy as np
 
+from gristmill._wire.batch_table import BatchTable
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, rows_pb2, run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 Json = dict[str, Any]
@@ -124,6 +125,7 @@ class Api(Protocol):
     def batch(self, run: str, batch: int, wait_s: float = 0.0, ranks: Sequence[int] = ()) -> Json: ...
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json: ...
     def read(self, run: str, batch: int, mini_batch: int, rank: int, model: str = "policy") -> bytes: ...
+    def table(self, run: str, batch: int) -> dict[str, list[Any]]: ...
     def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int: ...
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json: ...
     def commit(self, run: str, position: Json, incarnation: int = 0) -> Json: ...
@@ -282,6 +284,14 @@ class GrpcApi:
         except grpc.RpcError as error:
             raise refused(error) from None
 
+    def table(self, run: str, batch: int) -> dict[str, list[Any]]:
+        request = trainer_pb2.ReadTableRequest(run=run, batch=batch)
+        try:
+            file = b"".join(piece.data for piece in self.trainers.ReadTable(request, timeout=TIMEOUT_S))
+        except grpc.RpcError as error:
+            raise refused(error) from None
+        return {name: values.tolist() for name, values in BatchTable.decode(file).by_row().items()}
+
     def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int:
         batch, mini_batch, rank = place
         return self.write_messages(
@@ -422,6 +432,10 @@ class HttpApi:
     def read(self, run: str, batch: int, mini_batch: int, rank: int, model: str = "policy") -> bytes:
         content: bytes = self.call("GET", f"/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}").content
         return content
+
+    def table(self, run: str, batch: int) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = self.call("GET", f"/runs/{run}/batches/{batch}/table").json()
+        return columns
 
     def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int:
         path = f"/runs/{run}/batches/{place[0]}/policy/{place[1]}/{place[2]}"

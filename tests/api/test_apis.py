@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from gristmill_service.run import recent_tables
 from tests.api.apis import CONFIG, Api, GrpcApi, HttpApi, Json, Refused, group, row
 
 FIRST: Json = {"batch": 0, "epoch": 0, "mini_batch": 0}
@@ -66,6 +67,50 @@ def test_rows_become_a_batch_that_ranks_train_on(api: Api, run: str) -> None:
         assert json.loads(metadata(data)["rank"]) == rank
         assert api.acknowledge(run, rank, FIRST) == SECOND
         assert api.shard(run, rank)["position"] == SECOND
+
+
+def test_a_batch_has_a_table_of_its_rows_also_when_it_is_freed(api: Api, run: str) -> None:
+    fill_batch(api, run)
+    plan = api.batch(run, 0, wait_s=WAIT_S)["plan"]
+    table = api.table(run, 0)
+    assert (table["uid"], table["sample"]) == (["a", "a", "b", "b"], [0, 1, 0, 1])
+    assert (table["step_last"], table["tokens"], table["loss_tokens"]) == ([1] * 4, [7] * 4, [4] * 4)
+    assert (table["score"], table["reward"]) == ([0.0, 1.0, 0.0, 1.0], [0.0, 2.0, 0.0, 2.0])
+    assert table["advantage"] == pytest.approx([-0.7071, 0.7071] * 2, abs=1e-3)
+    places = {
+        row: (mini_batch["index"], rank["rank"])
+        for mini_batch in plan["mini_batches"]
+        for rank in mini_batch["ranks"]
+        for row in rank["rows"]
+    }
+    assert dict(zip(table["row"], zip(table["mini_batch"], table["rank"], strict=True), strict=True)) == places
+    train(api, run)
+    assert api.table(run, 0) == table
+
+
+def test_a_table_is_refused_before_its_batch_is_sealed_and_when_it_is_no_longer_kept(
+    api: Api, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Refused, match=r"NOT_FOUND .*batch 0 is not published yet; retry later"):
+        api.table(run, 0)
+    with pytest.raises(Refused, match=r"INVALID_ARGUMENT .*batch -1 does not exist"):
+        api.table(run, -1)
+    with pytest.raises(Refused, match=r"NOT_FOUND .*run 'unknown' does not exist"):
+        api.table("unknown", 0)
+    monkeypatch.setattr(recent_tables, "MOST_BYTES", 0)
+    fill_batch(api, run)
+    api.batch(run, 0, wait_s=WAIT_S)
+    assert api.table(run, 0)["uid"] == ["a", "a", "b", "b"]
+    train(api, run)
+    with pytest.raises(Refused, match=r"NOT_FOUND .*batch 0 is freed, and its numbers are gone"):
+        api.table(run, 0)
+
+
+def train(api: Api, run: str) -> None:
+    for position in (FIRST, SECOND):
+        for rank in range(2):
+            api.acknowledge(run, rank, position, commit=True)
+    assert api.get(run)["batches_freed"] == 1
 
 
 def test_acknowledging_with_commit_frees_the_batch(api: Api, run: str) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from pydantic import ByteSize
+from safetensors.numpy import load
 
 from gristmill_service.api.http import models
 from gristmill_service.settings import Settings
-from tests.api.apis import CONFIG, HttpApi, group, row, rows_message
+from tests.api.apis import CONFIG, HttpApi, Refused, group, row, rows_message
 from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
@@ -32,6 +33,7 @@ PATHS = {
     "/v1/runs/{run}/seal": {"post"},
     "/v1/runs/{run}/batches/{batch}": {"get"},
     "/v1/runs/{run}/batches/{batch}/rollouts": {"get"},
+    "/v1/runs/{run}/batches/{batch}/table": {"get"},
     "/v1/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}": {"get"},
     "/v1/runs/{run}/shards": {"get"},
     "/v1/runs/{run}/ack": {"post"},
@@ -233,6 +235,23 @@ def test_an_unknown_call_is_refused_in_the_same_form(http_api: HttpApi, method: 
     answer = http_api.client.request(method, path)
     assert answer.status_code == status
     assert f"{method} {path}" in answer.json()["error"]["message"]
+
+
+def test_a_table_is_a_safetensors_file_on_request(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
+    http_api.submit(run_name, [*group("a"), *group("b")])
+    http_api.batch(run_name, 0, wait_s=20)
+    columns = http_api.table(run_name, 0)
+    file = http_api.call("GET", f"/runs/{run_name}/batches/0/table", format="safetensors").content
+    tensors = load(file)
+    entries = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    texts = {name: json.loads(listed) for name, listed in entries["__metadata__"].items()}
+    assert set(texts) == {"uid", "tag", "agent", "stop_reason"}
+    for name, values in columns.items():
+        numbers = tensors[name].tolist()
+        assert [texts[name][number] for number in numbers] == values if name in texts else numbers == values
+    with pytest.raises(Refused, match="format"):
+        http_api.call("GET", f"/runs/{run_name}/batches/0/table", format="parquet")
 
 
 def test_a_place_within_no_batch_is_refused(http_api: HttpApi, run_name: str) -> None:

@@ -69,6 +69,7 @@ class TestAnyTakesAnyCall:
         assert {*again[:2]} <= {"duplicate", "sealed"}
         assert [(index, error.code) for index, error in errors.items()] == [(2, "INVALID_ARGUMENT")]
         assert api.batch(run, 0, wait_s=20)["state"] == "published"
+        assert api.table(run, 0) == owned.grpc.table(run, 0)
         api.announce(run, 3)
         assert api.policy_version(run) == 3
         assert api.submit(run, [*group("c"), *group("d"), *group("e")]) == ["accepted"] * 6

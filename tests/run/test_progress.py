@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
+from gristmill._wire.batch_table import BatchTable
+from gristmill.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    StaleIncarnationError,
+    UnavailableError,
+)
 from gristmill_service.config import Model
+from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState, Moved, Position, Resumed
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.waiters import shard_is_settled
@@ -60,6 +68,17 @@ def test_a_batch_that_is_not_published_cannot_be_acknowledged() -> None:
     bench.submit(*group_rows("a"))
     with pytest.raises(FailedPreconditionError, match="not published yet"):
         ack(bench, 0)
+
+
+def test_the_numbers_of_a_batch_that_is_sealed_and_not_published_may_be_asked_for_again() -> None:
+    bench = Bench(build_batch=build_batch, train_batch_size=1)
+    with pytest.raises(NotFoundError, match="batch 0 is not published yet"):
+        bench.run.numbers(0)
+    bench.submit(*group_rows("a"))
+    with pytest.raises(UnavailableError, match="batch 0 is not published yet; retry later"):
+        bench.run.numbers(0)
+    bench.make_batches()
+    assert BatchTable.decode(bench.run.numbers(0).table).by_row()["uid"].tolist() == ["a", "a"]
 
 
 def test_ranks_move_on_their_own_and_shards_may_be_pulled_in_any_order() -> None:

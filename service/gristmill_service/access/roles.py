@@ -37,6 +37,7 @@ CALLS: dict[str, frozenset[Role]] = {
     "get_batch": _TRAINER,
     "get_shard": _TRAINER,
     "read_shard": _TRAINER,
+    "read_table": _TRAINER,
     "write_columns": _TRAINER,
     "acknowledge": _TRAINER,
     "commit": _TRAINER,

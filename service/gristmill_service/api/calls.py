@@ -303,6 +303,11 @@ async def read_shard(
     return ShardPieces(compressed(file), is_zstd=True) if frames is not None else ShardPieces(file, is_zstd=False)
 
 
+async def read_table(api: ApiContext, run: str, batch: int) -> bytes:
+    """Returns a batch's table, as `BatchTable.encode` wrote it."""
+    return (await (await api.runs.get(run)).numbers(batch)).table
+
+
 async def write_columns(
     api: ApiContext,
     run: str,

@@ -17,7 +17,7 @@ from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.steps import Steps, TrajectoryKey, check
-from gristmill.errors import GristmillError, NotFoundError
+from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
@@ -271,7 +271,8 @@ class Run:
     async def numbers(self, number: int) -> BatchNumbers:
         """Returns the plan and the table of a published batch, or of one that was freed lately.
 
-        Raises NotFoundError if the batch is not published, or its table is no longer kept; and like `batch`.
+        Raises UnavailableError while the batch is sealed and not published, NotFoundError if it is not sealed, or is
+        freed and its table no longer kept; and like `batch`.
         """
         kept = self._tables.get(self.run_id, number)
         try:
@@ -286,7 +287,8 @@ class Run:
             return kept
         table = None if answer.state not in HAVE_SHARDS else kept or await self._published.table(number)
         if table is None:
-            raise NotFoundError(f"batch {number} is not published yet; retry later")
+            error = UnavailableError if number in self._writer.state.batches else NotFoundError
+            raise error(f"batch {number} is not published yet; retry later")
         return table if isinstance(table, BatchNumbers) else BatchNumbers(answer.plan, table)
 
     async def shard(

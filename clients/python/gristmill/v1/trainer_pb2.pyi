@@ -285,6 +285,39 @@ class ReadShardResponse(google.protobuf.message.Message):
 global___ReadShardResponse = ReadShardResponse
 
 @typing.final
+class ReadTableRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    batch: builtins.int
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        batch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "run", b"run"]) -> None: ...
+
+global___ReadTableRequest = ReadTableRequest
+
+@typing.final
+class ReadTableResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+
+global___ReadTableResponse = ReadTableResponse
+
+@typing.final
 class WriteColumnsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -55,6 +55,11 @@ class TrainerServiceStub(object):
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.FromString,
                 _registered_method=True)
+        self.ReadTable = channel.unary_stream(
+                '/gristmill.v1.TrainerService/ReadTable',
+                request_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadTableRequest.SerializeToString,
+                response_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadTableResponse.FromString,
+                _registered_method=True)
         self.WriteColumns = channel.stream_unary(
                 '/gristmill.v1.TrainerService/WriteColumns',
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsRequest.SerializeToString,
@@ -110,6 +115,15 @@ class TrainerServiceServicer(object):
     def ReadShard(self, request, context):
         """The bytes of a shard's safetensors file, in order; as zstd frames if the caller accepts them and the service has
         them. Reads only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadTable(self, request, context):
+        """A batch's table of numbers, in order: the bytes of the file that the Python client's `Batch.table` decodes; other
+        clients read it over HTTP. A freed batch has its table while the process that owns the run still has it in memory,
+        otherwise NOT_FOUND. UNAVAILABLE while a sealed batch is not published; NOT_FOUND if it is not sealed. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,6 +209,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReadShard,
                     request_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.SerializeToString,
+            ),
+            'ReadTable': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadTable,
+                    request_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadTableRequest.FromString,
+                    response_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadTableResponse.SerializeToString,
             ),
             'WriteColumns': grpc.stream_unary_rpc_method_handler(
                     servicer.WriteColumns,
@@ -309,6 +328,33 @@ class TrainerService(object):
             '/gristmill.v1.TrainerService/ReadShard',
             gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.SerializeToString,
             gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gristmill.v1.TrainerService/ReadTable',
+            gristmill_dot_v1_dot_trainer__pb2.ReadTableRequest.SerializeToString,
+            gristmill_dot_v1_dot_trainer__pb2.ReadTableResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -18,8 +19,9 @@ from gristmill_service.api.calls import ShardQuery
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.guards.bodies import BODY
+from gristmill_service.api.http.tables import json_pieces, safetensors_file
 from gristmill_service.config import Model
-from gristmill_service.off_loop import OneByOne
+from gristmill_service.off_loop import OneByOne, each
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
@@ -29,13 +31,15 @@ T = TypeVar("T")
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 
+_FILE = {"schema": {"type": "string", "format": "binary"}}
 _TENSORS_BODY = {
     "requestBody": {
         "required": True,
         "description": "A safetensors file with the names, shapes and dtypes that these tensors have in the shard.",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        "content": {"application/octet-stream": _FILE},
     }
 }
+_TABLE = {"application/json": {"schema": {"type": "object"}}, "application/octet-stream": _FILE}
 _Wait = Annotated[float, Query(description="Seconds to wait; the service may answer earlier, with state pending.")]
 
 
@@ -92,7 +96,7 @@ async def get_shard(
 @router.get(
     "/batches/{batch}/{model}/{mini_batch}/{rank}",
     response_class=StreamingResponse,
-    responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+    responses={200: {"content": {"application/octet-stream": _FILE}}},
 )
 async def read_shard(
     run: AnyRun,
@@ -110,6 +114,27 @@ async def read_shard(
     names = None if columns is None else [name for some in columns for name in some.split(",") if name]
     shard = await calls.read_shard(api, run, batch, ShardAddress(model, mini_batch, rank), names)
     return StreamingResponse(await _begun(shard.pieces), media_type="application/octet-stream")
+
+
+@router.get(
+    "/batches/{batch}/table",
+    response_class=StreamingResponse,
+    responses={200: {"content": _TABLE}},
+)
+async def read_table(
+    run: RunName,
+    api: ApiDep,
+    batch: models.Int64,
+    format: Annotated[
+        Literal["json", "safetensors"],
+        Query(description="json: an object with one list per column. safetensors: a file with one tensor per column."),
+    ] = "json",
+) -> Response:
+    """Returns the numbers of a batch's training rows, without their tokens: one entry per row in each column."""
+    table = await calls.read_table(api, run, batch)
+    if format == "safetensors":
+        return Response(await asyncio.to_thread(safetensors_file, table), media_type="application/octet-stream")
+    return StreamingResponse(each(json_pieces(table)), media_type="application/json")
 
 
 @router.put("/batches/{batch}/policy/{mini_batch}/{rank}", openapi_extra=_TENSORS_BODY)

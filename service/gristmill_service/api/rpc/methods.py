@@ -63,7 +63,6 @@ _GROUP_STATES: dict[GroupState, Any] = {
     "unknown": run_pb2.GROUP_STATE_UNKNOWN,
 }
 
-
 _check_rows = partial(check_message, descriptor=rollout_pb2.SubmitRowsRequest.DESCRIPTOR)
 
 
@@ -288,6 +287,12 @@ async def read_shard(api: ApiContext, slot: Slot, request: trainer_pb2.ReadShard
             yield message_of(view[start : start + _PIECE_BYTES], is_zstd=False)
 
 
+async def read_table(api: ApiContext, slot: Slot, request: trainer_pb2.ReadTableRequest) -> AsyncIterator[bytes]:
+    file = await calls.read_table(api, request.run, request.batch)
+    for start in range(0, len(file), _PIECE_BYTES):
+        yield trainer_pb2.ReadTableResponse(data=file[start : start + _PIECE_BYTES]).SerializeToString()
+
+
 async def export_batch(api: ApiContext, slot: Slot, request: trainer_pb2.ExportBatchRequest) -> AsyncIterator[bytes]:
     async for steps in calls.export_batch(api, request.run, None if request.all else request.batch):
         rows = await calls.of_size(4 * int(steps.tokens.total), row_codec.encode, steps)
@@ -487,6 +492,7 @@ _ANSWERS: dict[str, Callable[[ApiContext, Slot, Any], Any]] = {
         get_batch,
         get_shard,
         read_shard,
+        read_table,
         export_batch,
         write_columns,
         acknowledge,

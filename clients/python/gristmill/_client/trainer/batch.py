@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from gristmill._torch.rows import Shard
 from gristmill._wire.addresses import Position
+from gristmill._wire.columns import Array
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -59,6 +60,8 @@ class Source(Protocol[S_co]):
     def position(self) -> Position: ...
 
     def ack(self, position: Position, following: Position) -> None: ...
+
+    def table(self, batch: int) -> dict[str, Array]: ...
 
     def _open(self, position: Position, *, forward: bool = ..., ack: Callable[[], None] | None = ...) -> S_co: ...
 
@@ -143,6 +146,19 @@ class Batch(Generic[S]):
         for position, following in pairwise(self._order()):
             if position >= self._source.position:
                 self._source.ack(position, following)
+
+    def table(self) -> dict[str, Array]:
+        """Return the numbers of the batch's training rows without their tokens: a NumPy array by name, with one entry
+        per row in the order of the plan. `pandas.DataFrame`, `polars.DataFrame` and `pyarrow.table` each take it.
+
+            table = batch.table()
+            long = table["tokens"] > 4096
+            print(table["advantage"][long].mean(), table["advantage"][~long].mean())
+
+        Names are those of plans and shards, such as `uid`, `sample`, `step_first`, `rank`, `tokens`, `loss_tokens`,
+        `score` and `advantage` (NaN while the batch waits for columns that advantages depend on).
+        """
+        return self._source.table(self.number)
 
     def _once(self, *, forward: bool, then: list[Position]) -> Iterator[S]:
         order = self._epoch(0)

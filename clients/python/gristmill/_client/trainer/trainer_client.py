@@ -22,9 +22,11 @@ from gristmill._client.trainer.written_columns import write_requests
 from gristmill._torch.conversion import Conversion
 from gristmill._torch.rows import MiniBatch, Shard
 from gristmill._wire.addresses import MODELS, Position
+from gristmill._wire.batch_table import BatchTable
 from gristmill._wire.codecs import columns_codec
 from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, tensor_names
+from gristmill._wire.columns import Array
 from gristmill._wire.rows import to_rows
 from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
 from gristmill.v1 import run_pb2, trainer_pb2
@@ -461,6 +463,17 @@ class TrainerClient(Generic[S]):
             lambda request, timeout: list(self._transport.trainers.ExportBatch(request, timeout=timeout)), request
         )
         return [row for page in pages for row in to_rows(decode(page.rows), self._declared)]
+
+    def table(self, batch: int) -> dict[str, Array]:
+        """Return the table of a batch, like `Batch.table`, also of one that is freed, as long as the service has it: a
+        process keeps the tables of its newest batches in memory. Raises NotFoundError if it has it no longer, or if the
+        batch is not sealed yet.
+        """
+        request = trainer_pb2.ReadTableRequest(run=self.run, batch=batch)
+        pieces = self._transport.call(
+            lambda request, timeout: list(self._transport.trainers.ReadTable(request, timeout=timeout)), request
+        )
+        return BatchTable.decode(b"".join(piece.data for piece in pieces)).by_row()
 
     # The end.
 
