@@ -56,11 +56,7 @@ _MODELS: dict[int, Model] = {
 }
 _MODEL_NUMBERS: dict[Model, Any] = {"policy": run_pb2.MODEL_POLICY, "critic": run_pb2.MODEL_CRITIC}
 _GROUP_STATES: dict[GroupState, Any] = {
-    "open": run_pb2.GROUP_STATE_OPEN,
-    "complete": run_pb2.GROUP_STATE_COMPLETE,
-    "sealed": run_pb2.GROUP_STATE_SEALED,
-    "dropped": run_pb2.GROUP_STATE_DROPPED,
-    "unknown": run_pb2.GROUP_STATE_UNKNOWN,
+    state: run_pb2.GroupState.Value(f"GROUP_STATE_{state.upper()}") for state in get_args(GroupState)
 }
 
 _check_rows = partial(check_message, descriptor=rollout_pb2.SubmitRowsRequest.DESCRIPTOR)
