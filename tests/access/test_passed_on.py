@@ -22,6 +22,7 @@ from gristmill_service.access.passed_on import CAME_FROM, MARK
 from gristmill_service.access.roles import OPEN_CALLS, ROLES
 from gristmill_service.access.tokens import create_token
 from gristmill_service.api import admission
+from gristmill_service.api.allowance import Allowance
 from gristmill_service.settings import Settings, load_settings
 from gristmill_service.storage.redis.scripts import Owner
 from tests.access.conftest import Guarded, Serve
@@ -171,8 +172,8 @@ def test_callers_whose_calls_a_peer_passes_on_make_up_for_their_own_refusals_alo
     for name, value in (("_UNMEASURED_S", 0.05), ("_LONGEST_DELAY_S", 0.05)):
         monkeypatch.setattr(admission, name, value)
     slots = replicas.owner._api.admission
-    monkeypatch.setattr(slots, "_wrong_of_connection", admission._Allowance(1 / 200, 0.2, 0.5, 0.05))
-    monkeypatch.setattr(slots, "_wrong_of_caller", admission._Allowance(1, 100, 100))
+    monkeypatch.setattr(slots, "_wrong_of_connection", Allowance(1 / 200, 0.2, 0.5, 0.05))
+    monkeypatch.setattr(slots, "_wrong_of_caller", Allowance(1, 100, 100))
     viewer = replicas.tokens["viewer"]
     shown = {"authorization": f"Bearer {viewer}"}
     with httpx.Client(base_url=replicas.owner.http_url, trust_env=False) as client:

@@ -41,7 +41,8 @@ from gristmill_service.run.machine.codec import decode_state
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.recent_tables import RecentTables
 from gristmill_service.run.rows.row_buffer import RowBuffer
-from gristmill_service.run.run import Run, Shared
+from gristmill_service.run.run import Run
+from gristmill_service.run.shared import Shared
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 from tests.on_loop import Run as OnLoopRun
 from tests.on_loop import on_loop

@@ -9,7 +9,6 @@ on the event loop.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from gristmill.errors import GristmillError, ResourceExhaustedError
 from gristmill_service.access.caller import Caller
+from gristmill_service.api.allowance import CALL_S, Allowance
 from gristmill_service.settings import Settings
 
 Kind = Literal["call", "stream", "probe", "stranger"]
@@ -34,13 +34,13 @@ _SHARE = 0.75
 _RETRY_S = 1.0
 _LOOK_S = 0.5
 
-# The cost of a call that is not read, of what is not measured of a call, and of each byte of a large one, in seconds.
-_CALL_S, _UNMEASURED_S, _BYTE_S = 0.5e-3, 0.2e-3, 1.2e-9
+# The cost of what is not measured of a call, and of each byte of a large one, in seconds.
+_UNMEASURED_S, _BYTE_S = 0.2e-3, 1.2e-9
 # Refusals that also happen to correct callers are free up to this cost.
 _FREE_CALL_S = 5e-3
 _LARGE_BYTES = 64 << 10
 _LONGEST_DELAY_S = 5.0
-_MOST_CALLERS = _MOST_WAITING = 4096
+_MOST_WAITING = 4096
 _WRONG = frozenset(["INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"])
 _NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
 
@@ -154,43 +154,6 @@ class _Shared:
                 del self._waiting[caller]
 
 
-class _Allowance:
-    """The processor time of the service that refused calls of each name may use: a share of the time, and `free_s` at
-    once. Further refusals are delayed.
-
-    most_s: time that a name may owe; more is forgotten. longest_s: the delay of a refusal, unless others are delayed,
-        too: delayed refusals of a name leave one after another, so that they cannot come back all at once.
-    """
-
-    def __init__(self, share: float, free_s: float, most_s: float, longest_s: float = math.inf) -> None:
-        self._share, self._free_s, self._most_s, self._longest_s = share, free_s, most_s, longest_s
-        self._accounts: dict[str, tuple[float, float]] = {}
-
-    def charge(self, name: str, cost_s: float, now: float) -> float:
-        """Records processor time of a refused call. Returns by how many seconds to delay the refusal. Usually 0."""
-        if not cost_s and name not in self._accounts:
-            return 0.0
-        paid_at, leaves_at = self._accounts.pop(name, (now, now))
-        paid_at = min(max(now, paid_at) + cost_s / self._share, now + self._most_s / self._share)
-        if delay_s := self._owed_s(paid_at, now):
-            spacing_s = min(max(cost_s, _CALL_S) / self._share, self._longest_s)
-            leaves_at = max(now + min(delay_s, self._longest_s), leaves_at + spacing_s)
-            delay_s = leaves_at - now
-        self._accounts[name] = paid_at, leaves_at
-        if len(self._accounts) > _MOST_CALLERS:
-            owing = sorted((paid_at, name) for name, (paid_at, _) in self._accounts.items() if paid_at > now)
-            self._accounts = {name: self._accounts[name] for _, name in owing[-_MOST_CALLERS // 2 :]}
-        return delay_s
-
-    def wait_s(self, name: str, now: float) -> float:
-        """Returns after how many seconds the name has an allowance again."""
-        account = self._accounts.get(name)
-        return 0.0 if account is None else self._owed_s(account[0], now)
-
-    def _owed_s(self, paid_at: float, now: float) -> float:
-        return max(0.0, paid_at - now - self._free_s / self._share)
-
-
 class Admission:
     """All slots. Callers are identified by name; without tokens, by machine."""
 
@@ -217,11 +180,11 @@ class Admission:
         self.coming: set[Slot] = set()
         self.large_messages = 0
         # A caller may have many connections, so their refusals together have a limit, too.
-        self._wrong_of_connection = _Allowance(1 / 200, free_s=0.25, most_s=0.6, longest_s=_LONGEST_DELAY_S)
-        self._wrong_of_caller = _Allowance(1 / 50, free_s=0.5, most_s=4.0)
-        self._crowding = _Allowance(1 / 50, free_s=0.05, most_s=4.0)
+        self._wrong_of_connection = Allowance(1 / 200, free_s=0.25, most_s=0.6, longest_s=_LONGEST_DELAY_S)
+        self._wrong_of_caller = Allowance(1 / 50, free_s=0.5, most_s=4.0)
+        self._crowding = Allowance(1 / 50, free_s=0.05, most_s=4.0)
         # 10 at once, and 2 per second.
-        self._probing = _Allowance(1 / 1000, free_s=0.005, most_s=0.1)
+        self._probing = Allowance(1 / 1000, free_s=0.005, most_s=0.1)
 
     async def enter(self, caller: str, kind: Kind, end: Callable[[], object] | None = None) -> Slot:
         """Takes a slot. If the caller has too many, or all callers together, waits for one, and raises
@@ -240,7 +203,7 @@ class Admission:
         so that they are refused one after another. Raises ResourceExhaustedError."""
         if shared.take(caller, n):
             return
-        delay_s = self._crowding.charge(caller, _CALL_S, self.clock())
+        delay_s = self._crowding.charge(caller, CALL_S, self.clock())
         if shared.is_crowded:
             raise shared.error(caller)
         try:
@@ -251,7 +214,7 @@ class Admission:
 
     async def pace_probe(self, connection: str) -> None:
         """Delays a call of health or reflection over a connection with many such calls."""
-        if delay_s := self._probing.charge(connection, _CALL_S, self.clock()):
+        if delay_s := self._probing.charge(connection, CALL_S, self.clock()):
             await asyncio.sleep(delay_s)
 
     async def pace(self, name: str) -> None:

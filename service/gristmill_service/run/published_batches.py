@@ -15,6 +15,7 @@ from gristmill_service.off_loop import each
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.decisions import progress, sealing
+from gristmill_service.run.recent_tables import BatchNumbers
 from gristmill_service.run.writer import Writer
 from gristmill_service.storage.run_store import OwnedElsewhereError
 from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardStore
@@ -38,9 +39,13 @@ class PublishedBatches:
         """Returns the batch's plan; None while the batch is being rebuilt. Raises NotFoundError if it was freed."""
         return await self._document(self._store.plan, batch)
 
-    async def table(self, batch: int) -> bytes | None:
-        """Returns the batch's table, like `plan`."""
-        return await self._document(self._store.table, batch)
+    async def numbers(self, batch: int) -> BatchNumbers | None:
+        """Returns the batch's plan and table, like `plan`."""
+        plan, table = await self.plan(batch), await self._document(self._store.table, batch)
+        # The batch may have been published again in between, for another number of ranks.
+        if plan is None or table is None or plan != await self.plan(batch):
+            return None
+        return BatchNumbers(plan, table)
 
     async def _document(self, read: Callable[[str, int], bytes], batch: int) -> bytes | None:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+from gristmill.errors import NotFoundError
+
 MOST_BYTES = 32 << 20
 
 
@@ -13,6 +15,13 @@ class BatchNumbers(NamedTuple):
 
     plan: bytes
     table: bytes
+
+
+def gone(batch: int) -> NotFoundError:
+    return NotFoundError(
+        f"batch {batch} is freed, and its numbers are gone: a process keeps those of the newest batches that it "
+        "published, until it ends"
+    )
 
 
 class RecentTables:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -22,8 +21,7 @@ from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.background import Background
-from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
-from gristmill_service.run.capacity import RowBudget, ShardRoom
+from gristmill_service.run.batch_builder import BatchBuilder
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
@@ -50,17 +48,16 @@ from gristmill_service.run.machine.described_rows import RowKeys, values_digest
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import Decision, State
 from gristmill_service.run.machine.status import group_answers, group_keys, status
-from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.published_batches import HAVE_SHARDS, PublishedBatches
-from gristmill_service.run.recent_tables import BatchNumbers, RecentTables
+from gristmill_service.run.recent_tables import BatchNumbers, gone
 from gristmill_service.run.recovery import Recovered, recover
 from gristmill_service.run.rows.declared_prefixes import Prepared, TokenSums, prepare, steps_before
+from gristmill_service.run.shared import Shared
 from gristmill_service.run.waiters import Condition
 from gristmill_service.run.writer import NO_TABLES, Effects, Writer
 from gristmill_service.run.written_columns import SentColumns, loaded, table_of, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
-from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
 
@@ -68,30 +65,6 @@ _log = structlog.get_logger(__name__)
 _LARGE_BYTES = 1 << 20
 
 T = TypeVar("T")
-P = ParamSpec("P")
-MakeMonitor = Callable[[Callable[[], float], Callable[[], float]], RunMonitor]
-
-
-class Shared(NamedTuple):
-    """The parts that the runs of a service share.
-
-    pipeline: builds the shards of a sealed batch. make_monitor(clock, now): `now` returns the time on the run's clock.
-    clock: seconds, like `time.monotonic`.
-    builders, log_threads, snapshot_thread: the thread pools that build batches, that append to logs, and that write
-    snapshots, one at a time. looking: a lock of runs whose tables are looked through, so that one is at a time.
-    """
-
-    store: ShardStore
-    room: ShardRoom
-    budget: RowBudget
-    pipeline: BuildBatch
-    make_monitor: MakeMonitor
-    clock: Callable[[], float]
-    builders: Executor
-    log_threads: Executor
-    snapshot_thread: Executor
-    looking: asyncio.Lock
-    tables: RecentTables
 
 
 class Run:
@@ -280,16 +253,13 @@ class Run:
         except NotFoundError:
             self._writer.check_open()
             if kept is None:
-                raise NotFoundError(
-                    f"batch {number} is freed, and its numbers are gone: a process keeps those of the newest batches "
-                    "that it published, until it ends"
-                ) from None
+                raise gone(number) from None
             return kept
-        table = None if answer.state not in HAVE_SHARDS else kept or await self._published.table(number)
-        if table is None:
+        numbers = None if answer.state not in HAVE_SHARDS else kept or await self._published.numbers(number)
+        if numbers is None:
             error = UnavailableError if number in self._writer.state.batches else NotFoundError
             raise error(f"batch {number} is not published yet; retry later")
-        return table if isinstance(table, BatchNumbers) else BatchNumbers(answer.plan, table)
+        return numbers
 
     async def shard(
         self,

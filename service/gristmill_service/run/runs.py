@@ -38,7 +38,8 @@ from gristmill_service.run.machine.status import stored_counts
 from gristmill_service.run.name_locks import NameLocks
 from gristmill_service.run.published_batches import whole_or
 from gristmill_service.run.recent_tables import RecentTables
-from gristmill_service.run.run import MakeMonitor, Run, Shared
+from gristmill_service.run.run import Run
+from gristmill_service.run.shared import MakeMonitor, Shared
 from gristmill_service.run.takeovers import Takeovers
 from gristmill_service.storage.memory import MemoryRunStore
 from gristmill_service.storage.run_store import CheckNames, OwnedElsewhereError, RunLog, RunStore, any_names
