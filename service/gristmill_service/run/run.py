@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from functools import partial
 from typing import TypeVar
 
-import structlog
-
 from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
@@ -58,8 +56,6 @@ from gristmill_service.run.waiters import Condition
 from gristmill_service.run.writer import NO_TABLES, Effects, Writer
 from gristmill_service.run.written_columns import SentColumns, loaded, table_of, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
-
-_log = structlog.get_logger(__name__)
 
 # Larger requests compute their digests in a thread; switching to one takes about 0.1 ms.
 _LARGE_BYTES = 1 << 20

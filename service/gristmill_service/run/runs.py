@@ -98,9 +98,7 @@ class Runs:
             build_batch,
             make_monitor,
             clock,
-            self._builders,
-            self._log_threads,
-            self._snapshot_thread,
+            *(self._builders, self._log_threads, self._snapshot_thread),
             asyncio.Lock(),
             RecentTables(),
         )
