@@ -19,6 +19,7 @@ from tests.reference_model.comparing import Disagreement, compare
 from tests.reference_model.drawing import drawn
 from tests.reference_model.rows import Config, Row, batches_of, group_of
 from tests.reference_model.scheduling import Misaligned
+from tests.reference_model.table import check_table
 
 Check = Callable[[list[Row], Config], int]
 """Raises Disagreement. Returns the number of batches that it compared."""
@@ -53,11 +54,16 @@ def by_command(rows: list[Row], config: Config) -> int:
         for number, want in enumerate(wanted or []):
             compare(want, plans[number], _shards(out / f"batch-{number:05d}"))
         if len(rows) % 3 == 0:
-            planned = gristmill("plan", path, "--config", settings)
+            table = Path(directory) / "table.parquet"
+            planned = gristmill("plan", path, "--config", settings, "--table", table)
             if planned.returncode != made.returncode:
                 raise Disagreement(f"plan: {planned.stderr}; batch: {made.stderr}")
-            for want, line in zip(wanted or [], planned.stdout.splitlines(), strict=wanted is not None):
-                compare(want, json.loads(line), None)
+            for number, want in enumerate(wanted or []):
+                plan = json.loads(planned.stdout.splitlines()[number])
+                compare(want, plan, None)
+                of_batch = pq.read_table(table, filters=[("batch", "=", number)]).to_pydict()
+                is_scaled = config.get("loss_reduction", "none") != "none"
+                check_table(of_batch, plan, _shards(out / f"batch-{number:05d}"), is_scaled=is_scaled)
     return len(wanted or [])
 
 
