@@ -88,6 +88,13 @@ def test_a_batch_has_a_table_of_its_rows_also_when_it_is_freed(api: Api, run: st
     assert api.table(run, 0) == table
 
 
+def test_a_table_is_refused_of_a_batch_that_a_finished_run_never_had(api: Api, run: str) -> None:
+    fill_batch(api, run)
+    api.finish(run)
+    with pytest.raises(Refused, match=r"NOT_FOUND .*batch 1 does not exist: the run is finished; request a"):
+        api.table(run, 1)
+
+
 def test_a_table_is_refused_before_its_batch_is_sealed_and_when_it_is_no_longer_kept(
     api: Api, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

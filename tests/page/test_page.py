@@ -163,6 +163,35 @@ def test_scores_and_advantages_stand_by_group(open_page: OpenPage, run: str) -> 
     assert scores.locator(".chip.minus").count() == scores.locator(".chip.plus").count() == 2
 
 
+_NOTHING = "In 2 groups all advantages are 0, so nothing is learned from them."
+
+
+@pytest.mark.parametrize(
+    ("settings", "agents", "text"),
+    [
+        ({}, "", f"In 2 groups all scores are equal. {_NOTHING}"),
+        ({}, "ab", f"In no group all scores are equal. {_NOTHING}"),
+        ({"advantage_estimator": "rae"}, "", "In 2 groups all scores are equal."),
+        ({"advantage_estimator": "reinforce++", "whiten": "batch"}, "", "In 2 groups all scores are equal."),
+    ],
+    ids=str,
+)
+def test_nothing_is_learned_from_a_group_only_if_its_advantages_are_0(
+    open_page: OpenPage, service: Service, run_name: str, settings: dict[str, Any], agents: str, text: str
+) -> None:
+    """Agents, of whom a group has one trajectory each, have other scores; otherwise the scores of a group are equal."""
+    rows = [
+        stage.turn(uid, sample, 0, [1], [2, 3], reward=1.0 + (sample if agents else number))
+        | ({"agent": agents[sample]} if agents else {})
+        for number, uid in enumerate("ab")
+        for sample in range(2)
+    ]
+    stage.published(service.runs, run_name, stage.CONFIG | settings, [from_rows(rows, step_wise=True)])
+    scores = section(drawn(open_page(f"#/{run_name}")), "Scores and advantages")
+    scores.locator("summary").wait_for()
+    assert scores.locator("p").inner_text().endswith(f"one dot per sample. {text}")
+
+
 def test_on_a_phone_the_chosen_run_comes_before_the_list(open_page: OpenPage, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
     list_, title = page.locator("#runs a"), page.locator("h1")

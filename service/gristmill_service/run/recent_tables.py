@@ -20,7 +20,7 @@ class BatchNumbers(NamedTuple):
 def gone(batch: int) -> NotFoundError:
     return NotFoundError(
         f"batch {batch} is freed, and its numbers are gone: a process keeps those of the newest batches that it "
-        "published, until it ends"
+        "published, until it ends; read tables while their batches are trained"
     )
 
 

@@ -19,11 +19,13 @@ export class ScoresView {
     const flat = answer.groups.filter(group => group.scores.length > 1 && Math.max(...group.scores) === Math.min(...group.scores));
     const sorted = [...answer.groups].sort((a, b) => mean(a.scores) - mean(b.scores));
     const haveAdvantages = answer.groups.every(group => group.advantages);
+    // A mean of 0 over the tokens of a trajectory does not say that all its tokens have advantage 0.
+    const idle = answer.are_means ? [] : answer.groups.filter(group => group.advantages?.every(advantage => advantage === 0));
     const charts = [dots("score", sorted, group => group.scores), ...(haveAdvantages ? [dots("advantage", sorted, group => group.advantages)] : [])];
     this.node.replaceChildren(
       make("p", { class: "small quiet" }, `${summary(answer)} Groups are ordered by mean score, one dot per sample. ` +
-        `In ${flat.length ? some(flat.length, "group") : "no group"} all scores are equal` +
-        `${answer.estimator === "none" || !flat.length ? "" : `, so nothing is learned from ${flat.length === 1 ? "it" : "them"}${flat.length === answer.groups_in_all ? ": all advantages are 0" : ""}`}.`),
+        `In ${flat.length ? some(flat.length, "group") : "no group"} all scores are equal.` +
+        (idle.length ? ` In ${some(idle.length, "group")} all advantages are 0, so nothing is learned from ${idle.length === 1 ? "it" : "them"}.` : "")),
       make("div", { class: "pair" }, charts.map(chart => chart.node)),
       make("details", {}, make("summary", {}, "Every group"), tableRegion("Scores of every group", ["group", "mean", "scores, with the advantage's sign below each", "advantages"],
         answer.groups.map(group => [`${group.uid}${group.round ? ` round ${group.round}` : ""}${group.tag ? ` (${group.tag})` : ""}`, number(mean(group.scores)),
