@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load
 
-from gristmill import RolloutClient
+from gristmill import RolloutClient, TrainerClient
 from tests.cli.terminal import gristmill, gristmill_process
 from tests.on_loop import Service
 from tests.rows import make_config
@@ -94,6 +94,22 @@ def test_all_complete_groups_of_a_run_are_exported_and_planned(service: Service,
     assert [row["uid"] for row in rows] == ["a"] * 4 + ["b"] * 4 + ["c"] * 2
     compared = json.loads(gristmill("plan", out, "-c", config, "--json", expect=0).stdout)["configurations"]
     assert [(one["groups"], one["reason"]) for one in compared] == [(3, "")]
+
+
+def test_a_finished_run_that_is_trained_has_nothing_left_to_export(
+    service: Service, run_name: str, tmp_path: Path
+) -> None:
+    address = service.grpc_address
+    with RolloutClient(address, run_name) as client:
+        client.create_run(CONFIG)
+        fill(address, run_name)
+        client.finish()
+    with TrainerClient(address, run_name, ranks="all", dp_size=CONFIG["dp_size"]) as trainer:
+        for batch in trainer:
+            batch.ack()
+    command = ("--out", tmp_path / "rollouts.jsonl", "--address", address)
+    assert "nothing to export; export batches before they" in gristmill("export", run_name, *command, expect=1).stderr
+    assert "batch 1 does not exist: the run is finished" in gristmill("export", run_name, 1, *command, expect=1).stderr
 
 
 @pytest.mark.slow

@@ -60,9 +60,9 @@ def export(
 
     Example: gristmill export my-run --out rollouts.jsonl.gz --config run.yaml
 
-    From the first two files, gristmill batch builds the same tensors as the service, except for the advantages of
-    rae, whose baselines begin at 0. With --conversations the file has the messages of the run's column `conversation`
-    next to the tokens.
+    From the two files of the first example, gristmill batch builds the same tensors as the service, except for the
+    advantages of rae, whose baselines begin at 0. With --conversations the file has the messages of the run's column
+    `conversation` next to the tokens.
     """
     with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
         settings = _settings(transport, run)

@@ -33,7 +33,7 @@ from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.process_tuning import give_back_memory
 from gristmill_service.run.capacity import ShardRoom
-from gristmill_service.run.machine.answers import ColumnPlace
+from gristmill_service.run.machine.answers import BatchState, ColumnPlace
 from gristmill_service.run.machine.batch import Batch
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
@@ -186,7 +186,8 @@ class BatchBuilder:
         """Returns the rows to export, by batch; None for groups without one."""
         state, rows = self._writer.state, self._writer.rows
         if number is not None:
-            progress.batch_state(state, number)
+            if progress.batch_state(state, number) is BatchState.END:
+                raise progress.after_the_end(state, number)
             if number not in state.batches:
                 raise FailedPreconditionError(
                     f"batch {number} is not sealed yet, so its rows are not final; retry later"
@@ -199,7 +200,8 @@ class BatchBuilder:
         if groups:
             picked.append((None, rows.pick((group, group.ordered_rows()) for group in groups)))
         if not picked:
-            raise FailedPreconditionError("no stored group is complete, so there is nothing to export; retry later")
+            remedy = "export batches before they are freed" if state.finished else "retry later"
+            raise FailedPreconditionError(f"no stored group is complete, so there is nothing to export; {remedy}")
         return picked
 
     def abandon(self) -> None:

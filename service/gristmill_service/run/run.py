@@ -252,8 +252,7 @@ class Run:
                 raise gone(number) from None
             return kept
         if answer.state is BatchState.END:
-            end = self._writer.state.batches_sealed
-            raise NotFoundError(f"batch {number} does not exist: the run is finished; request a batch before {end}")
+            raise progress.after_the_end(self._writer.state, number)
         numbers = None if answer.state not in HAVE_SHARDS else kept or await self._published.numbers(number)
         if numbers is None:
             error = UnavailableError if number in self._writer.state.batches else NotFoundError

@@ -82,7 +82,7 @@ def plan(
         typer.Option(
             "--table",
             metavar="FILE.parquet",
-            help="Also write one line per training row: its tokens, place, score and advantage.",
+            help="Also write the table of the batches: for each training row its length, place, score and advantage.",
             show_default=False,
         ),
     ] = None,

@@ -196,7 +196,8 @@ def _split(table: Steps, has_versions: NDArray[np.bool_], config: RunConfig, tak
     if len(index) % size and not takes_remainder:
         raise InvalidArgumentError(
             f"has {len(index)} prompt groups, that is {len(index) // size} batches of train_batch_size: {size} and "
-            f"{len(index) % size} extra groups; complete the last batch or change train_batch_size"
+            f"{len(index) % size} extra groups; complete the last batch, change train_batch_size, or use "
+            "gristmill plan --json, which accepts a smaller last batch"
         )
     batches = groups // size
     split = []

@@ -108,6 +108,12 @@ def batch_state(state: State, number: int) -> BatchState:
     return BatchState.END if state.finished and not state.complete else BatchState.PENDING
 
 
+def after_the_end(state: State, number: int) -> NotFoundError:
+    """Returns the error of a call for a batch that a finished run does not have."""
+    end = state.batches_sealed
+    return NotFoundError(f"batch {number} does not exist: the run is finished; request a batch before {end}")
+
+
 def shard_state(state: State, model: Model, rank: int, position: Position, *, is_forward: bool) -> BatchState:
     """Returns the state of the batch for a rank that requests its shard of a mini-batch. is_forward: whether the caller
     accepts a forward shard.
