@@ -233,7 +233,7 @@ def test_a_freed_batch_is_shown_without_its_tokens(open_page: OpenPage, run: str
     page.get_by_text("the tokens of row 0 are gone: batch 0 is freed").wait_for()
 
 
-def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, service: Service, run: str) -> None:
+def test_a_finished_run_shows_its_totals_all_curves_and_its_newest_batch(open_page: OpenPage, service: Service, run: str) -> None:
     opened = service.runs.get(run)
     for batch in (1, 2):
         for rank in range(2):
@@ -247,6 +247,8 @@ def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, ser
     section.get_by_role("heading", name="rows per batch").wait_for()
     assert section.locator("dl.tiles dd").first.inner_text().startswith("3\n")
     assert section.locator("figure.curve").count() == 10
+    page.get_by_role("heading", name="Batch 2").wait_for()
+    page.locator("section[aria-label=Shards] canvas").first.wait_for()
     page.get_by_label("compare with another run").select_option(other)
     score = section.locator("figure.curve canvas").first
     stage.until(lambda: f"score of {other}" in score.get_attribute("aria-label"))

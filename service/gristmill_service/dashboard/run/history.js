@@ -68,6 +68,11 @@ export class HistoryView {
     return this.history?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
   }
 
+  // The number of the newest batch that was published; null if there is none.
+  get newest() {
+    return this.history?.points.at(-1)?.last ?? null;
+  }
+
   draw(history, health) {
     Object.assign(this, { history, health });
     // The findings already explain the last failures.

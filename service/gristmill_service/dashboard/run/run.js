@@ -27,6 +27,8 @@ export class RunView {
     this.waiting = make("div", {});
     this.node = make("div", {}, this.title, this.findings, this.tiles, this.history.node, this.batch.node, this.timeline.node,
       section("What waits, and for how long", this.waiting), section("Find groups", this.search.node), this.settings.node);
+    // If no batch is stored, the newest freed one is shown.
+    this.history.whenDrawn.then(() => this.wanted == null && this.history.newest !== null && this.show(this.history.newest));
     // The first request is sent immediately; the next poll reports errors.
     this.look().catch(() => {});
   }
