@@ -233,7 +233,9 @@ def test_a_freed_batch_is_shown_without_its_tokens(open_page: OpenPage, run: str
     page.get_by_text("the tokens of row 0 are gone: batch 0 is freed").wait_for()
 
 
-def test_a_finished_run_shows_its_totals_all_curves_and_its_newest_batch(open_page: OpenPage, service: Service, run: str) -> None:
+def test_a_finished_run_shows_totals_all_curves_and_its_newest_batch(
+    open_page: OpenPage, service: Service, run: str
+) -> None:
     opened = service.runs.get(run)
     for batch in (1, 2):
         for rank in range(2):

@@ -103,7 +103,8 @@ def batch_state(state: State, number: int) -> BatchState:
             return BatchState.PENDING
         return BatchState.FORWARD if batch.awaits else BatchState.PUBLISHED
     if number < state.batches_sealed:
-        raise NotFoundError(f"batch {number} is freed, as every model committed it; request {state.freed} or later")
+        later = f"request batch {state.freed} or later"
+        raise NotFoundError(f"batch {number} is freed, as every model committed it; {later}")
     _check_not_rolled_back(state, number)
     return BatchState.END if state.finished and not state.complete else BatchState.PENDING
 
