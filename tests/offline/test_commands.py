@@ -380,6 +380,8 @@ def test_configurations_are_compared(config: Path, other: Callable[..., Path], f
     own, unmerged, *refused, large = json.loads(done.stdout)["configurations"]
     plans = [json.loads(line) for line in run("plan", file, "-c", config).stdout.splitlines()]
     assert own["steps"] == sum(plan["optimizer_steps"] for plan in plans) == 4
+    parts = [part for plan in plans for part in plan["mini_batches"]]
+    assert own["micro_batches"] == sum(part["micro_batches_per_rank"] for part in parts) > 0
     assert (own["config"], own["rows"], own["zero_share"], own["advantage_largest"]) == (str(config), 8, 1.0, 0.0)
     assert (unmerged["rows"], unmerged["groups"], unmerged["reason"]) == (16, 4, "")
     # The last batch has one group, as when a run is finished.

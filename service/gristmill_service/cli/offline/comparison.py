@@ -33,9 +33,10 @@ def numbers_of(plans: Iterable[tuple[PlanDocument, BatchTable]]) -> Numbers:
     """Returns the sums of the tables of batches that follow one another: of the policy's mini-batches, each trained
     once, but `steps` in all epochs.
 
-    groups: those with trained rows; zero_share: the share of these whose trained tokens all have advantage 0. tokens:
-    all that the model computes, with padding. The advantages are those of trained tokens, without the factor of
-    `loss_reduction`; where credit is per token, the mean of each trajectory stands for its tokens.
+    micro_batches: those of each rank. groups: those with trained rows; zero_share: the share of these whose trained
+    tokens all have advantage 0. tokens: all that the model computes, with padding. The advantages
+    are those of trained tokens, without the factor of `loss_reduction`; where credit is per token, the mean of each
+    trajectory stands for its tokens.
     """
     total, breaks, is_known = _Sums(), Counter[str](), True
     for document, table in plans:
@@ -45,7 +46,9 @@ def numbers_of(plans: Iterable[tuple[PlanDocument, BatchTable]]) -> Numbers:
         breaks.update(causes)
         is_known = is_known and table.facts["has_tokens"] and not isnan(one.advantages)
     mean = total.advantages / max(1, total.loss_tokens)
-    counts = {name: getattr(total, name) for name in ("steps", "groups", "rows", "padding_rows", "tokens")}
+    counts = {
+        name: getattr(total, name) for name in ("steps", "micro_batches", "groups", "rows", "padding_rows", "tokens")
+    }
     numbers = {
         **counts,
         "padding_share": total.padding_tokens / max(1, total.tokens),
@@ -62,6 +65,7 @@ def numbers_of(plans: Iterable[tuple[PlanDocument, BatchTable]]) -> Numbers:
 
 class _Sums(NamedTuple):
     steps: int = 0
+    micro_batches: int = 0
     groups: int = 0
     rows: int = 0
     padding_rows: int = 0
@@ -86,6 +90,7 @@ def _sums(document: PlanDocument, table: BatchTable) -> _Sums:
     values, weights = values[counted], trained[counted]
     return _Sums(
         steps=document.optimizer_steps,
+        micro_batches=sum(one.micro_batches_per_rank for one in document.mini_batches if one.model == "policy"),
         groups=len(np.unique(groups[owners])),
         rows=len(owners),
         padding_rows=table.facts["padding_rows"],
@@ -129,6 +134,7 @@ def _cell(figures: Mapping[str, Any] | None, name: str, text: str) -> str:
 _ADVANTAGES = ("zero_share", "advantage_mean", "advantage_std", "advantage_largest")
 _LINES = {
     "steps": ("steps", "{:,}"),
+    "micro-batches": ("micro_batches", "{:,}"),
     "groups": ("groups", "{:,}"),
     "zero groups": ("zero_share", "{:.1%}"),
     "rows": ("rows", "{:,}"),
