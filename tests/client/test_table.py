@@ -81,7 +81,18 @@ def columns_of(**settings: Any) -> dict[str, str]:
     steps = from_rows([make_row(**more)], step_wise=True, columns=config.columns)
     _, table = plan_batch(steps, config, batch=0)
     columns = BatchTable.decode(table.encode()).by_row()
-    return {name: "text" if values.dtype.kind == "U" else str(values.dtype) for name, values in columns.items()}
+    return {name: "text" if values.dtype.kind in "OU" else str(values.dtype) for name, values in columns.items()}
+
+
+def test_texts_are_exactly_those_of_the_rows() -> None:
+    """Also where they end with NULs, which arrays of a fixed width would cut off."""
+    table = build_batch(
+        from_rows([make_row("a\0", 0, tag="\0"), make_row("a", 0, tag="1e5")]),
+        parse_config(make_config(train_batch_size=2)),
+        run="run",
+        batch=0,
+    ).table.by_row()
+    assert (table["uid"].tolist(), table["tag"].tolist()) == (["a\0", "a"], ["\0", "1e5"])
 
 
 def test_a_batch_whose_rows_are_all_stale_has_every_column() -> None:

@@ -48,6 +48,12 @@ class TextColumn(NamedTuple):
     texts: list[str]
     numbers: Array
 
+    def array(self) -> Array:
+        """Returns the texts as objects: a fixed width is that of the longest text, and ends before trailing NULs."""
+        texts = np.array(self.texts, object)[self.numbers]
+        # Other libraries know the type of no objects only by this.
+        return texts if len(texts) else texts.astype(np.str_)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchTable:
@@ -125,13 +131,10 @@ class BatchTable:
         """Returns one entry per training row in each column: an array of numbers, bools or text, as docs/table.md lists
         them."""
         columns = self.columns_by_row()
-        return {
-            name: np.array(column.texts, np.str_)[column.numbers] if isinstance(column, TextColumn) else column
-            for name, column in columns.items()
-        }
+        return {name: column.array() if isinstance(column, TextColumn) else column for name, column in columns.items()}
 
     def columns_by_row(self) -> dict[str, Array | TextColumn]:
-        """Returns the columns of `by_row`, without an array of texts, which is as wide as its longest text."""
+        """Returns the columns of `by_row`, without an array of texts."""
         rows, trajectories, groups = self.rows, self.trajectories, self.groups
         owner = rows["trajectory"]
         group = trajectories["group"][owner]
