@@ -55,6 +55,23 @@ def test_its_sums_are_the_plans_metrics_and_its_rows_and_ranks_the_shards(seed: 
             check_table(table, json.loads(encode_plan(batch.plan)), shards, is_scaled=config.loss_reduction != "none")
 
 
+def test_an_advantage_is_the_mean_over_trained_tokens_where_mini_batches_whiten_a_trajectory_differently() -> None:
+    """Rows without a trained token do not count."""
+    lasts = (3, 1, 1, 1)
+    rows = [
+        make_row("p", sample, step, last=step == last, prompt=[step], reward=float(sample**2))
+        | {"loss_mask": [int(last == 1 or step == last)]}
+        for sample, last in enumerate(lasts)
+        for step in range(last + 1)
+    ]
+    config = {"n_samples_per_prompt": 4, "mini_batch_unit": "sequence", "policy_mini_batch_size": 3}
+    batch = built(rows, **config, whiten="mini_batch", merge="none", loss_reduction="none")
+    shards = {("policy", one.address.mini_batch, 0): join(one.iovec()) for one in batch.shards}
+    table = batch.table.by_row()
+    assert table["loss_tokens"].tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    check_table(table, json.loads(encode_plan(batch.plan)), shards, is_scaled=False)
+
+
 def test_it_is_small() -> None:
     """A row has 56 bytes, 16 more for a critic, a trajectory 48, and a break 16; texts are stored once."""
     rows = [

@@ -168,7 +168,7 @@ def _advantages(plan: Plan, received: Received, config: RunConfig) -> tuple[Floa
     if config.whiten != "mini_batch":
         return credit.advantages, credit.advantages != 0, False
     of_rows = row_advantages(credit.advantages, plan, plan.policy, config)
-    return *_means(of_rows, rows.trajectories, np.maximum(1, plan.loss_tokens), count), False
+    return *_means(of_rows, rows.trajectories, plan.loss_tokens, count), False
 
 
 def _means(values: Float64s, owners: Int64s, weights: NDArray[Any], count: int) -> tuple[Float64s, NDArray[np.bool_]]:
