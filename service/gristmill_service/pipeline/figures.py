@@ -168,35 +168,41 @@ def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
 
 def counts_of(table: BatchTable) -> tuple[GroupCounts, dict[str, GroupCounts]]:
     """Counts all groups, and those of each tag if any group has one."""
-    tags = table.groups["tag"]
-    every = _counted(table, np.ones(len(tags), np.bool_))
-    named = {tag: number for number, tag in enumerate(table.texts["tags"])}
-    return every, {tag: _counted(table, tags == named[tag]) for tag in sorted(named)} if any(named) else {}
+    of_groups, tags = table.groups["tag"], table.texts["tags"]
+    [every] = _counted(table, np.zeros_like(of_groups), 1)
+    return every, dict(sorted(zip(tags, _counted(table, of_groups, len(tags)), strict=True))) if any(tags) else {}
 
 
-def _counted(table: BatchTable, groups: NDArray[np.bool_]) -> GroupCounts:
-    """Counts some groups. groups: bool (groups,)."""
-    if not groups.any():
-        return GroupCounts()
+def _counted(table: BatchTable, parts: NDArray[Any], count: int) -> list[GroupCounts]:
+    """Counts the groups of each part, of all at once: a batch may have a tag per group. parts: int (groups,), the part
+    of each group."""
     rows, trajectories = table.rows, table.trajectories
-    chosen = groups[trajectories["group"]]
-    trained = chosen[rows["trajectory"]] & (rows["policy.rank"] >= 0)
-    lengths, scores = rows["length"][trained], trajectories["score"][chosen]
-    best = np.zeros(len(groups))
-    np.maximum.at(best, trajectories["group"][chosen], scores)
-    return GroupCounts(
-        groups=int(groups.sum()),
-        trajectories=len(scores),
-        score_sum=float(scores.sum()),
-        response_tokens=_total(trajectories["response"][chosen]),
-        solved=int((best[groups] > 0).sum()),
-        zero_variance=int(table.groups["zero_variance"][groups].sum()),
-        reward_sum=float(trajectories["reward"][chosen].sum()),
-        rows=len(lengths),
-        tokens=_total(lengths),
-        loss_tokens=_total(rows["trained"][trained]),
-        padding=_total(rows["policy.width"][trained]) - _total(lengths),
-    )
+    owners, is_trained = parts[trajectories["group"]], rows["policy.rank"] >= 0
+    of_rows, lengths = owners[rows["trajectory"][is_trained]], rows["length"][is_trained]
+    best = np.zeros(len(parts))
+    np.maximum.at(best, trajectories["group"], trajectories["score"])
+
+    def sums(of: NDArray[Any], values: NDArray[Any] | None = None) -> NDArray[Any]:
+        return np.bincount(of, values, count)
+
+    def whole(of: NDArray[Any], values: NDArray[Any]) -> Int64s:
+        return sums(of, values).astype(np.int64)
+
+    columns = {
+        "groups": sums(parts),
+        "trajectories": sums(owners),
+        "score_sum": sums(owners, trajectories["score"]),
+        "response_tokens": whole(owners, trajectories["response"]),
+        "solved": whole(parts, best > 0),
+        "zero_variance": whole(parts, table.groups["zero_variance"]),
+        "reward_sum": sums(owners, trajectories["reward"]),
+        "rows": sums(of_rows),
+        "tokens": whole(of_rows, lengths),
+        "loss_tokens": whole(of_rows, rows["trained"][is_trained]),
+        "padding": whole(of_rows, rows["policy.width"][is_trained] - lengths),
+    }
+    each = zip(*(values.tolist() for values in columns.values()), strict=True)
+    return [GroupCounts(**dict(zip(columns, numbers, strict=True))) for numbers in each]
 
 
 def staleness_of(table: BatchTable) -> Int64s:
