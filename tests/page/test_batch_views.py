@@ -330,6 +330,15 @@ def test_of_advantages_that_clients_gave_by_token_the_means_are_shown(
     assert (scores["are_means"], group["scores"], group["advantages"]) == (True, [0.0, 1.0], [0.75, 0.75])
 
 
+def test_scores_that_hardly_differ_have_bars() -> None:
+    rows = [stage.turn("a", sample, 0, [1], [2], reward=sample * 5e-324) for sample in range(40)]
+    config = parse_config({**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 40})
+    batch = build_batch(from_rows(rows, step_wise=True), config, run="r", batch=0)
+    [scores, *_] = view_of(batch, config).distributions().histograms
+    assert sum(scores.counts) == 40
+    assert all(low < high for low, high in zip(scores.lows, scores.highs, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_batch_of_forty_thousand_rows_makes_small_pictures(

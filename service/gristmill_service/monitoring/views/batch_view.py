@@ -295,5 +295,6 @@ def _histogram(name: Literal["score", "response tokens", "turns"], values: NDArr
     if len(different) <= _BARS:
         edges = different.tolist()
         return Histogram(name=name, lows=edges, highs=edges, counts=counts.tolist())
-    counts, edges = np.histogram(values, _BARS)
+    # Numbers that hardly differ leave room for fewer bars.
+    counts, edges = np.histogram(values, np.unique(np.linspace(values.min(), values.max(), _BARS + 1)))
     return Histogram(name=name, lows=edges[:-1].tolist(), highs=edges[1:].tolist(), counts=counts.tolist())
