@@ -23,10 +23,11 @@ from gristmill.errors import (
 )
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import FORMAT
 from gristmill_service.storage.run_store import LogEnd, LogLostError, OwnedElsewhereError
-from tests.faults.replicas import CREATED, Join, keys, published
+from tests.faults.replicas import CREATED, Join, Replica, keys, published
 from tests.faults.services import uids_of
 from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
@@ -159,6 +160,33 @@ def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_
     second = join(server.url, "second")
     assert second.runs.get("run").status().batches_freed == 1
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":staged:" in key], "it goes")
+
+
+def test_a_table_is_that_of_the_last_publication_though_another_owner_made_it(server: RedisServer, join: Join) -> None:
+    first, second = join(server.url, "first"), join(server.url, "second")
+    first.runs.create("run", {**CREATED, "n_samples_per_prompt": 2, "micro_batch": {"size": 1}})
+    run = first.runs.get("run")
+    run.submit(table(*group_rows("a")))
+    wait_until(lambda: published(first, "run", 0), "it is made")
+    before = run.numbers(0)
+
+    def move(to: Replica) -> None:
+        def is_taken() -> bool:
+            server.client().delete(to.run_store._keys("run").owner)
+            with suppress(UnavailableError):
+                return not to.runs.get("run").is_lost
+            return False
+
+        wait_until(lambda: all(one.is_lost for one in to.runs.own()), "it knows that it is not the owner")
+        wait_until(is_taken, "it is taken over")
+
+    move(second)
+    second.runs.get("run").resume("policy", Checkpoint(Position(0)), "launch", 2)
+    wait_until(lambda: published(second, "run", 0), "it is made for two ranks")
+    after = second.runs.get("run").numbers(0)
+    assert after != before
+    move(first)
+    assert first.runs.get("run").numbers(0) == after
 
 
 def test_what_could_not_be_removed_while_redis_was_down_is_removed_later(

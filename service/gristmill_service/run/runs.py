@@ -348,6 +348,8 @@ class Runs:
                 if run.is_deleted or not run.is_lost:
                     return run
                 await self._close_lost(name, run)
+                # Another process may have owned it meanwhile, and published its batches again.
+                self._shared.tables.forget(run.run_id)
             began = self._clock()
             try:
                 run = await self._start(name, await asyncio.to_thread(self._store.open, name))
