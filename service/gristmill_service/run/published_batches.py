@@ -50,7 +50,8 @@ class PublishedBatches:
     async def _document(self, read: Callable[[str, int], bytes], batch: int) -> bytes | None:
         try:
             with self._rebuilding(batch):
-                return await self._ask(read, self._name, batch)
+                # In a thread, because a table may have many megabytes.
+                return await asyncio.to_thread(read, self._name, batch)
         except NotFoundError:
             self._check_withdrawn(batch)
             return None

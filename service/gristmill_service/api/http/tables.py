@@ -16,8 +16,11 @@ def json_pieces(table: bytes) -> Iterator[bytes]:
     holds the GIL."""
     before = b"{"
     for name, column in BatchTable.decode(table).columns_by_row().items():
-        values = column.tolist() if isinstance(column, np.ndarray) else map(column.texts.__getitem__, column.numbers)
-        yield before + orjson.dumps(name) + b":" + orjson.dumps([*values])
+        if isinstance(column, np.ndarray):
+            values = column.tolist()
+        else:
+            values = [column.texts[number] for number in column.numbers.tolist()]
+        yield before + orjson.dumps(name) + b":" + orjson.dumps(values)
         before = b","
     yield b"}"
 

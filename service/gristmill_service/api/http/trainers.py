@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Literal, TypeVar
 from urllib.parse import quote
 
@@ -21,7 +20,7 @@ from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunN
 from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.http.tables import json_pieces, safetensors_file
 from gristmill_service.config import Model
-from gristmill_service.off_loop import OneByOne, each
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
@@ -122,6 +121,7 @@ async def read_shard(
     responses={200: {"content": _TABLE}},
 )
 async def read_table(
+    request: Request,
     run: RunName,
     api: ApiDep,
     batch: models.Int64,
@@ -132,9 +132,10 @@ async def read_table(
 ) -> Response:
     """Returns the numbers of a batch's training rows, without their tokens: one entry per row in each column."""
     table = await calls.read_table(api, run, batch)
+    one_by_one: OneByOne = request.app.state.batch_views
     if format == "safetensors":
-        return Response(await asyncio.to_thread(safetensors_file, table), media_type="application/octet-stream")
-    return StreamingResponse(each(json_pieces(table)), media_type="application/json")
+        return Response(await one_by_one(safetensors_file, table), media_type="application/octet-stream")
+    return StreamingResponse(_pieces(json_pieces(table), one_by_one), media_type="application/json")
 
 
 @router.put("/batches/{batch}/policy/{mini_batch}/{rank}", openapi_extra=_TENSORS_BODY)
@@ -211,6 +212,11 @@ async def _lines(
 ) -> AsyncIterator[bytes]:
     async for steps in tables:
         yield await one_by_one(b"".join, json_lines(steps, columns))
+
+
+async def _pieces(pieces: Iterator[bytes], one_by_one: OneByOne) -> AsyncIterator[bytes]:
+    while (piece := await one_by_one(next, pieces, None)) is not None:
+        yield piece
 
 
 def _shard(run: str, view: ShardAnswer) -> models.Shard:
