@@ -287,8 +287,13 @@ def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_again(tmp_
     with pytest.raises(ShardsLostError, match=rf"has {size} bytes instead of 11, because another program changed"):
         store.read("run", 0, FIRST)
     assert b"".join(store.read("run", 0, SECOND)) == b"second"
-    store.publish("run", 0, b"{}", sources())
+    store.publish("run", 0, b"{}", sources(), b"table")
     assert b"".join(store.read("run", 0, FIRST)) == b"first shard"
+    [table] = store.root.rglob("table")
+    os.truncate(table, 4)
+    with pytest.raises(ShardsLostError, match="has 4 bytes instead of 5, because another program changed"):
+        store.table("run", 0)
+    assert store.plan("run", 0) == b"{}"
     store.close()
 
 

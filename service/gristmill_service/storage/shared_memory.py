@@ -53,7 +53,7 @@ class SharedMemoryShardStore:
         prefix = f"gristmill-{os.geteuid()}-"
         remove_leftovers(directory, prefix)
         self._root, self._lock_file = _claim(directory, prefix)
-        self._located: dict[tuple[str, int], dict[ShardAddress, ShardLocation]] = {}
+        self._located: dict[tuple[str, int], dict[ShardAddress | str, ShardLocation]] = {}
         self._lock, self._writes = threading.Lock(), Writes()
         self._closed = False
 
@@ -78,7 +78,10 @@ class SharedMemoryShardStore:
             sizes = write_shards(partial, shards)
             for name, document in documents.items():
                 _write_bytes(partial / name, document)
-            located = {address: ShardLocation(size, str(final / address.path)) for address, size in sizes.items()}
+            located: dict[ShardAddress | str, ShardLocation] = {
+                address: ShardLocation(size, str(final / address.path)) for address, size in sizes.items()
+            }
+            located |= {name: ShardLocation(len(document), str(final / name)) for name, document in documents.items()}
             self.free(run, batch)
             with self._lock:
                 if self._closed:
@@ -133,16 +136,18 @@ class SharedMemoryShardStore:
         return self._document(run, batch, _TABLE)
 
     def _document(self, run: str, batch: int, name: str) -> bytes:
-        self._shards(run, batch)
-        path = self._path(run, batch) / name
+        size, path = self._files(run, batch)[name].size, self._path(run, batch) / name
         with _explained(path):
             try:
-                return path.read_bytes()
+                document = path.read_bytes()
             except FileNotFoundError:
                 raise self._missing(run, batch, path) from None
+        if len(document) != size:
+            raise _changed(run, batch, path, len(document), size)
+        return document
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
-        location = self._shards(run, batch).get(address)
+        location = self._files(run, batch).get(address)
         if location is None:
             raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}; request a shard of its plan")
         return location
@@ -160,10 +165,7 @@ class SharedMemoryShardStore:
                 raise self._missing(run, batch, Path(path)) from None
             if (size := os.fstat(file.fileno()).st_size) != location.size:
                 file.close()
-                raise ShardsLostError(
-                    f"run {run!r}: batch {batch}: {path} has {size} bytes instead of {location.size}, because "
-                    "another program changed it; retry after the batch is rebuilt"
-                )
+                raise _changed(run, batch, Path(path), size, location.size)
         return _pieces(file)
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
@@ -218,7 +220,8 @@ class SharedMemoryShardStore:
             "out); retry after the batch is rebuilt"
         )
 
-    def _shards(self, run: str, batch: int) -> dict[ShardAddress, ShardLocation]:
+    def _files(self, run: str, batch: int) -> dict[ShardAddress | str, ShardLocation]:
+        """Returns the batch's shards by address, and its documents by name."""
         with self._lock:
             located = self._located.get((run, batch))
         if located is None:
@@ -309,3 +312,10 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _gone(run: str, batch: int) -> NotFoundError:
     return NotFoundError(f"run {run!r}: batch {batch} is not published, or already freed; request another batch")
+
+
+def _changed(run: str, batch: int, path: Path, size: int, published: int) -> ShardsLostError:
+    return ShardsLostError(
+        f"run {run!r}: batch {batch}: {path} has {size} bytes instead of {published}, because another program changed "
+        "it; retry after the batch is rebuilt"
+    )
