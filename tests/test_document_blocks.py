@@ -69,7 +69,7 @@ def test_columns_are_declared_sent_and_chosen(service: Service, run_name: str) -
             "client": client,
             "prompt_token_ids": [1, 2],
             "response_ids": [3],
-            "routed_experts": np.ones((3, 48, 8), np.int16),
+            "routed_experts": np.full((2, 48, 8), 9, np.int16),
         }
         run(sent, service, run_name, variables)
     names: dict[str, Any] = {"TrainerClient": TrainerClient, "rank": 0}
@@ -78,6 +78,12 @@ def test_columns_are_declared_sent_and_chosen(service: Service, run_name: str) -
         (shard,) = next(iter(trainer)).mini_batches()
         assert "teacher_logprobs" in shard.tensors
         assert "routed_experts" not in shard.tensors
+    with TrainerClient(service.grpc_address, run_name, rank=0) as trainer:
+        (shard,) = next(iter(trainer)).mini_batches()
+        read: dict[str, Any] = {"torch": torch, "shard": shard}
+        run(block_with("columns.md", "micro.given("), service, run_name, read)
+    assert read["given"][0].tolist() == [True, True, False]
+    assert read["experts"][0, :, 0].tolist() == [[9] * 8, [9] * 8, list(range(8))]
 
 
 def test_both_forms_of_a_sampling_mask_restrict_the_logits_alike(service: Service, run_name: str) -> None:

@@ -106,6 +106,7 @@ def check(micro: MicroBatch, turns: int = 3) -> None:
     assert micro["difficulty"].tolist() == [1.0]
     assert torch.equal(micro["routes"][0, :-1], experts(0, length - 1))
     assert (micro["routes"][0, -1] == -1).all()
+    assert micro.given("routes").tolist() == [[True] * (length - 1) + [False]]
     assert micro["support"].tolist() == [turn for turn in range(turns) for _ in range(10)]
     counts = micro["support_offsets"].diff().view_as(micro["response_mask"])
     assert counts.tolist() == [[*([0, 1, 2, 3, 4, 0, 0] * turns)][:-2]]

@@ -33,8 +33,9 @@ from tests.serving import StartService
 from tests.strategies import LAW, Row
 
 COLUMNS = [
-    {"name": "route", "dtype": "int16", "scope": "token", "shape": [2], "fill": -1},
+    {"name": "route", "dtype": "int16", "scope": "token", "shape": [2], "fill": -1, "partial": True},
     {"name": "teacher", "dtype": "bfloat16", "scope": "response"},
+    {"name": "grade", "dtype": "int8", "scope": "response", "fill": -1, "partial": True},
     {"name": "choices", "dtype": "int32", "scope": "token", "shape": [None]},
     {"name": "kept", "dtype": "int32", "scope": "response", "shape": [None]},
     {"name": "verdict", "dtype": "bool", "scope": "row"},
@@ -111,7 +112,9 @@ def _with_columns(rows: list[Row], random: Random) -> list[Row]:
     for row in rows:
         count = len(row["response_ids"])
         total = len(row["prompt_token_ids"]) + count
-        columns = {"route": [[token, token] for token in range(total)], "choices": lists(total), "kept": lists(count)}
+        columns: Row = {"choices": lists(total), "kept": lists(count)}
+        columns |= {"route": [[token, token] for token in range(total - random.randrange(2))]}
+        columns |= {"grade": [index % 9 for index in range(random.randrange(count + 1))]}
         extended.append(row | columns | {"teacher": [0.5] * count, "verdict": True})
     return extended
 
@@ -157,6 +160,9 @@ def _check_part(part: MicroBatch, own: MicroBatch) -> None:
         assert torch.equal(part[name], own[name][predicted])
     for name, at in (("choices", queries), ("kept", predicted)):
         assert _lists(part, name) == [_lists(own, name)[place] for place in at.tolist()]
+    for name, at in (("route", queries), ("grade", predicted)):
+        assert torch.equal(own.given(name), own[name].view(len(own[name]), -1)[:, 0] != -1)
+        assert torch.equal(part.given(name), own.given(name)[at])
     for name in ("row", "verdict", "is_padding"):
         assert torch.equal(part[name], own[name])
     following = own.at_responses(torch.arange(len(own["sequences"])))[predicted]

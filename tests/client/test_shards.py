@@ -28,7 +28,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from tests import naive
-from tests.strategies import LAW, Row, batches_and_settings
+from tests.strategies import LAW, Row, batches_and_settings, batches_with_columns
 
 ROWS = [
     {
@@ -94,6 +94,42 @@ def test_unpad_inverts_every_layout(rows_and_settings: tuple[list[Row], dict[str
             assert [len(row) for row in micro.unpad(micro["advantages"])] == [len(row) for row in expected]
             lengths = [len(part) for part in (micro.metadata["uids"], micro.metadata["stop_reasons"], micro)]
             assert lengths == [len(expected)] * 3
+
+
+@LAW
+@given(batches_with_columns())
+def test_values_of_a_partial_column_are_given_where_another_fill_changes_nothing(
+    drawn: tuple[list[Row], dict[str, Any]],
+) -> None:
+    rows, config = drawn
+    partial = [column for column in config["columns"] if column["partial"] and column["shape"] != [None]]
+    filled = [
+        shard_bytes(rows, config | {"columns": [one | {"fill": fill} if one in partial else one for one in columns]})
+        for columns in [config["columns"]]
+        for fill in (0, 1)
+    ]
+    for parts in zip(*filled, strict=True):
+        zeros, ones = (as_shard(part) for part in parts)
+        micros = list(zip(zeros.micro_batches(), ones.micro_batches(), strict=True))
+        for micro, other in [*micros, *([] if zeros.is_per_micro_batch else [(zeros, ones)])]:
+            for name in [column["name"] for column in partial]:
+                is_same = micro[name] == other[name]
+                values_given = micro.given(name)
+                assert torch.equal(values_given, is_same.view(*values_given.shape, -1).all(-1))
+
+
+def test_rows_that_have_an_optional_column_and_columns_that_all_have() -> None:
+    columns = [
+        {"name": "score", "dtype": "int32", "scope": "row", "required": False},
+        {"name": "kept", "dtype": "int32", "scope": "response", "shape": [None], "partial": True},
+    ]
+    rows = [row | {"kept": []} | ({"score": 1} if row["sample"] else {}) for row in ROWS]
+    shard = shard_of(rows, columns=columns)
+    assert shard.given("score").tolist() == [False, True, True] * 2
+    with pytest.raises(InvalidArgumentError, match=r"kept of shape .* partial: true or .* use its offsets"):
+        shard.given("kept")
+    with pytest.raises(KeyError, match="no tensor 'teacher'; expected one of"):
+        shard.given("teacher")
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)

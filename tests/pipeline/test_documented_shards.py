@@ -32,7 +32,7 @@ OF_AXES = {
     "prefix_tree": {"parents", "segment_starts", "segment_parents", "row_ends"},
 }
 COLUMNS: list[dict[str, Any]] = [
-    {"name": "experts", "dtype": "int16", "scope": "token", "shape": [2, 3], "required": False},
+    {"name": "experts", "dtype": "int16", "scope": "token", "shape": [2, 3], "required": False, "partial": True},
     {"name": "teacher", "dtype": "bfloat16", "scope": "response", "shape": [2]},
     {"name": "verdict", "dtype": "bool", "scope": "row"},
     {"name": "images", "dtype": "uint8", "scope": "items", "shape": [4]},
@@ -83,8 +83,10 @@ def documented(layout: str) -> dict[str, Entry]:
             listed[line["tensor"]] = Entry(_DTYPES[line["dtype"]], _words(shape))
     for spec in columns_of(layout):
         is_ragged = spec.get("shape") == [None]
+        scopes = [f"`{spec['scope']}`, `shape: [null]`" if is_ragged else spec["scope"]]
+        scopes += [f"`{spec['scope']}`, `partial: true`"] if spec.get("partial") else []
         for line in tables("scope", "tensor"):
-            if line["scope"] == (f"`{spec['scope']}`, `shape: [null]`" if is_ragged else spec["scope"]):
+            if line["scope"] in scopes:
                 name = line["tensor"].replace("NAME", spec["name"])
                 dtype = _DTYPES[spec["dtype"] if name == spec["name"] else "int64"]
                 shape = line["packed" if layout == "prefix_tree" else layout]

@@ -189,6 +189,25 @@ def test_no_token_of_a_trajectory_has_a_route_that_its_engine_did_not_give(layou
     assert (routes[has_no_route] == -1).all()
     is_own = tensors["attention_mask"] == 1 if layout == "left_padded" else np.ones_like(tokens, np.bool_)
     assert tokens[has_no_route & is_own].tolist() == ([3, 4, 5] if merge == "none" else [5])
+    pieces = tensors[f"{prefix}x_pieces"]
+    changes = (
+        np.flatnonzero(np.diff(~has_no_route.ravel(), prepend=False, append=False)).reshape(-1, 2) * routes.itemsize
+    )
+    assert pieces.tolist() == [[-1, begin, end - begin, begin] for begin, end in changes.tolist()]
+
+
+def test_of_a_response_the_kept_tokens_that_a_step_gave_have_values_and_observations_have_none() -> None:
+    column = {"name": "x", "dtype": "int16", "scope": "response", "shape": [2], "partial": True, "fill": 7}
+    rows = [
+        {"uid": "a", "sample": 0, "step": 0, "is_last_step": False, "prompt_token_ids": [1], "reward": 0.0}
+        | {"response_ids": [2, 3, 4], "loss_mask": [1, 1, 1], "x": [[5, 6]], "x_start": 1},
+        {"uid": "a", "sample": 0, "step": 1, "is_last_step": True, "prompt_token_ids": [1, 2, 3, 4, 8], "reward": 0.0}
+        | {"response_ids": [9, 10], "loss_mask": [1, 1], "x": [[7, 7]]},
+    ]
+    (shard,) = built(from_rows(rows, columns=specs_of([column])), CONFIG | {"columns": [column]}).shards
+    tensors, _ = naive.read_shard(shard)
+    assert tensors["x"].tolist() == [[[7, 7], [5, 6], [7, 7], [7, 7], [7, 7], [7, 7]]]
+    assert tensors["x_pieces"].tolist() == [[-1, 4, 4, 4], [-1, 16, 4, 16]]
 
 
 @pytest.mark.parametrize("merge", ["none", "prefix", "tree"])
@@ -278,7 +297,16 @@ def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before
             [1, 2],
             r"x has values of shape \[\], .* shape \[2\] for each",
         ),
-        ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, but the column's dtype int8 has the range -128..127"),
+        (
+            {"dtype": "int8", "scope": "row"},
+            200,
+            r"x\[0\] is 200, .* int8 has the range -128..127; declare dtype uint8",
+        ),
+        (
+            {"dtype": "uint8", "scope": "token", "shape": [1, 2]},
+            np.array([[[3, 255]], [[0, 256]]], np.int32),
+            r"x\[1, 0, 1\] is 256, but the column's dtype uint8 has the range 0..255; declare dtype int16",
+        ),
         ({"dtype": "int8", "scope": "row"}, 0.5, r"x has float64 values, but the column declares int8"),
         ({"dtype": "bool", "scope": "row"}, 2, r"x has int64 values, but the column declares bool"),
         ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite as float16; .* allow_nonfinite: true"),

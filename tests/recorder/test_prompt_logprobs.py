@@ -24,8 +24,8 @@ from tests.recorder.engine_experts import experts_of
 from tests.recorder.recorders import Recorder, StartRecorder, create_run, end, post, start
 from tests.recorder.test_chat import ask, said, user
 
-LOGPROBS = {"name": "prompt_logprobs", "dtype": "float32", "scope": "token", "fill": 1, "partial": True}
-EXPERTS = {"name": "routed_experts", "dtype": "int16", "scope": "token", "shape": [3, 2], "fill": -1, "partial": True}
+LOGPROBS = {"name": "prompt_logprobs", "dtype": "float32", "scope": "token", "partial": True}
+EXPERTS = {"name": "routed_experts", "dtype": "uint8", "scope": "token", "shape": [3, 2], "partial": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,17 @@ def run(service: Service, run_name: str) -> str:
 
 
 def rows(address: str, run: str, column: str) -> list[tuple[list[int], Any]]:
-    """The tokens of each row, and its values of the column."""
+    """The tokens of each row, and its values of the column; None for a token without one."""
     with TrainerClient(address, run, 0, timeout_s=20) as trainer:
         (shard,) = next(iter(trainer)).mini_batches()
         sequences, values, padding = (np.asarray(shard[name]) for name in ("sequences", column, "is_padding"))
-        masks = np.asarray(shard["attention_mask"]) > 0
+        masks, given = np.asarray(shard["attention_mask"]) > 0, np.asarray(shard.given(column))
+        each = [
+            [value if is_given else None for value, is_given in zip(*one, strict=True)]
+            for one in zip(values.tolist(), given, strict=True)
+        ]
         result = [
-            (sequences[row][masks[row]].tolist(), values[row][masks[row]].tolist())
+            (sequences[row][masks[row]].tolist(), each[row][-masks[row].sum() :])
             for row in range(len(sequences))
             if not padding[row]
         ]
@@ -63,7 +67,7 @@ def test_a_conversation_has_a_logprob_for_each_token_but_the_first(
     reading: Recorder, service: Service, run: str
 ) -> None:
     messages: list[Any] = []
-    values = [1.0]
+    values: list[float | None] = [None]
     with reading.openai(run) as client:
         for script, words in (
             ("say a", Words(text="a")),
@@ -92,7 +96,7 @@ def test_a_stream_has_none_and_a_later_call_has_those_of_its_tokens(
         ask(client, messages)
     reading.finish(run)
     prompt, answer = prompt_of(messages), answer_of(Words(text="b"))
-    values = [1.0, *logprobs_for(len(prompt))[1:], *logprobs_for(len(answer))]
+    values = [None, *logprobs_for(len(prompt))[1:], *logprobs_for(len(answer))]
     assert rows(service.grpc_address, run, "prompt_logprobs") == [([*prompt, *answer], values)]
 
 
@@ -106,7 +110,7 @@ def test_an_agent_that_streams_has_them_with_whole_answers(
     assert not any("decoded_token" in chunk.model_dump_json() for chunk in chunks)
     recorder.finish(run)
     ((_, values),) = rows(service.grpc_address, run, "prompt_logprobs")
-    assert values == [1.0, *logprobs_for(len(prompt_of(messages)))[1:], *logprobs_for(len(b"abc") + 1)]
+    assert values == [None, *logprobs_for(len(prompt_of(messages)))[1:], *logprobs_for(len(b"abc") + 1)]
 
 
 def test_only_an_agent_that_asks_gets_them(reading: Recorder, engine: Engine, run: str) -> None:
@@ -134,7 +138,7 @@ def test_each_choice_has_those_of_its_own_prompt(
     reading.finish(run)
     for prompt, (tokens, values) in zip(prompts, rows(service.grpc_address, run, "prompt_logprobs"), strict=True):
         assert tokens[: len(prompt)] == prompt
-        assert values == [1.0, *logprobs_for(len(prompt))[1:], *logprobs_for(len(tokens) - len(prompt))]
+        assert values == [None, *logprobs_for(len(prompt))[1:], *logprobs_for(len(tokens) - len(prompt))]
 
 
 def test_a_row_has_the_experts_of_its_tokens_and_the_agent_does_not(
@@ -148,4 +152,4 @@ def test_a_row_has_the_experts_of_its_tokens_and_the_agent_does_not(
     ((_, values),) = rows(service.grpc_address, run, "routed_experts")
     read = len(prompt_of(messages))
     assert np.array_equal(values[read:-1], experts_of(answer))
-    assert np.all(np.array([*values[:read], values[-1]]) == -1)
+    assert [*values[:read], values[-1]] == [None] * (read + 1)

@@ -41,13 +41,13 @@ def at(step: dict[str, Any], column: Column, index: int) -> Any:
 def _of_token(row: Merged, column: Column, place: int) -> Any:
     """Of the steps that have the token, the first or the last gives its value, or of a partial column, the first or the
     last that gave one; where none did, the first or the last earlier step of the trajectory that did and has the same
-    tokens up to there."""
+    tokens up to there. None where no step gave one."""
     holding, steps = row.path[row.path.index(row.holders[place]) :], row.trajectory.steps
     others = [number for number in range(row.path[-1]) if number not in row.path and _has(steps[number], row, place)]
     order = 1 if column.get("merge", "first") == "first" else -1
     tried = [*holding[::order], *others[::order]] if column.get("partial") else holding[::order][:1]
     given = (at(steps[number], column, place) for number in tried)
-    return next((value for value in given if value is not None), filled(column))
+    return next((value for value in given if value is not None), None)
 
 
 def _has(step: dict[str, Any], row: Merged, place: int) -> bool:
@@ -55,16 +55,21 @@ def _has(step: dict[str, Any], row: Merged, place: int) -> bool:
     return len(whole) > place and whole[: place + 1] == row.tokens[: place + 1]
 
 
+def of_tokens(row: Merged, column: Column) -> list[Any]:
+    """The values of a column of scope `response` or `token`; None for a token without one."""
+    if column["scope"] == "token":
+        return [_of_token(row, column, place) for place in range(len(row.tokens))]
+    steps = row.trajectory.steps
+    return [None if source is None else at(steps[source[0]], column, source[1]) for source in row.sources]
+
+
 def value(row: Merged, column: Column) -> Any:
     """A row's value: one of scope `row`, one a response token, one a token, or a list of items."""
     steps, name, fill = row.trajectory.steps, column["name"], filled(column)
     given = [number for number in row.path if name in steps[number]]
     match column["scope"]:
-        case "response":
-            values = [None if source is None else at(steps[source[0]], column, source[1]) for source in row.sources]
-            return [fill if one is None else one for one in values]
-        case "token":
-            return [_of_token(row, column, place) for place in range(len(row.tokens))]
+        case "response" | "token":
+            return [fill if one is None else one for one in of_tokens(row, column)]
         case "items" if column.get("merge", "last") == "concat":
             return [item for number in given for item in steps[number][name]]
         case "items":

@@ -9,20 +9,8 @@ from typing import Any
 import numpy as np
 
 from tests.reference_model.batch import Expected
-from tests.reference_model.layout import Tensors
+from tests.reference_model.layout import ARRAYS, Tensors
 
-ARRAYS = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "I16": np.int16,
-    "I32": np.int32,
-    "I64": np.int64,
-    "F16": np.float16,
-    "BF16": np.uint16,
-    "F32": np.float32,
-    "F64": np.float64,
-}
 # Computed in float64, stored as float32.
 RELATIVE, ABSOLUTE = 1e-6, 1e-8
 # What costs is of the service's own making.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from itertools import groupby
+from math import ceil, prod
+from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from tests.reference_model import columns
 from tests.reference_model.merging import Merged
@@ -12,6 +16,18 @@ from tests.reference_model.merging import Merged
 Config = dict[str, Any]
 Tensors = dict[str, tuple[str, list[int], Any]]
 
+ARRAYS = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "F32": np.float32,
+    "F64": np.float64,
+}
 DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -65,6 +81,22 @@ class Kind:
 
 
 @dataclass
+class Pieces(Kind):
+    """The runs of cells with a value, given whether each has one. unit: the bytes of a value."""
+
+    unit: int = 0
+
+    def tensors(self, name: str, shape: list[int], cells: list[Any]) -> Tensors:
+        runs = [[place for place, _ in run] for has, run in groupby(enumerate(cells), itemgetter(1)) if has]
+        lines = [[-1, run[0] * self.unit, len(run) * self.unit, run[0] * self.unit] for run in runs]
+        return {name: ("I64", [len(lines), 4], lines)}
+
+
+def has_pieces(column: dict[str, Any]) -> bool:
+    return bool(column.get("partial")) and column.get("shape") != [None]
+
+
+@dataclass
 class Form:
     """The tensors of a batch's shards, by name: of all tokens, of response tokens, and of rows."""
 
@@ -94,6 +126,9 @@ def form_of(config: Config, *, has_logprobs: bool, has_versions: bool, has_retur
         shape = tuple(column.get("shape", []))
         fill = columns.filled(column)
         by_scope[column["scope"]][column["name"]] = Kind(DTYPES[column["dtype"]], fill, shape)
+        if has_pieces(column):
+            unit = prod(shape) * np.dtype(ARRAYS[DTYPES[column["dtype"]]]).itemsize
+            by_scope[column["scope"]][f"{column['name']}_pieces"] = Pieces("I64", False, (), unit)
         if not column.get("required", True):
             form.scalars[f"{column['name']}_given"] = Kind("U8", 0)
     return form
@@ -105,7 +140,13 @@ def line_of(number: int, row: Merged, responses: dict[str, list[float]], form: F
     last = steps[row.path[-1]]
 
     def values(scope: str) -> dict[str, Any]:
-        return {column["name"]: columns.value(row, column) for column in declared if column["scope"] == scope}
+        mine = [column for column in declared if column["scope"] == scope]
+        has_value = {
+            f"{column['name']}_pieces": [value is not None for value in columns.of_tokens(row, column)]
+            for column in mine
+            if has_pieces(column)
+        }
+        return {column["name"]: columns.value(row, column) for column in mine} | has_value
 
     of_responses: dict[str, list[Any]] = {
         "response_mask": [1] * len(row.sources),

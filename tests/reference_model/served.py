@@ -11,9 +11,9 @@ import numpy as np
 
 from gristmill import RolloutClient
 from tests.reference_model.batch import Expected, expected
-from tests.reference_model.comparing import ARRAYS, Disagreement, compare
+from tests.reference_model.comparing import Disagreement, compare
 from tests.reference_model.credit import compared, score
-from tests.reference_model.layout import Tensors
+from tests.reference_model.layout import ARRAYS, Tensors
 from tests.reference_model.rows import DEFAULTS, Config, Group, Row, group_of, groups_of
 
 _numbers = itertools.count()

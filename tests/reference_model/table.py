@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference_model.comparing import ARRAYS, Disagreement
+from tests.reference_model.comparing import Disagreement
+from tests.reference_model.layout import ARRAYS
 
 Columns = Mapping[str, Any]
 

@@ -53,6 +53,23 @@ def test_columns_and_tags_become_prime_rl_s_streams() -> None:
         assert encoding.encode(shard) == (DATA / f"columns-rank-{rank}.bin").read_bytes()
 
 
+@pytest.mark.parametrize("form", [{"dtype": "uint8"}, {"dtype": "int16", "fill": -1}])
+def test_tokens_of_which_the_engine_gave_no_experts_have_distinct_ones(form: dict[str, Any]) -> None:
+    column = {"name": "routed_experts", "scope": "token", "shape": [2, 3], "partial": True} | form
+    sent = [
+        row
+        | {"routed_experts": np.zeros((len(row["prompt_token_ids"]) + len(row["response_ids"]) - 1, 2, 3), np.int16)}
+        for row in rows(with_columns=False)
+    ]
+    (micro,) = msgspec.msgpack.decode(Encoding().encode(shards(sent, columns=[column])[0]))
+    data, shape, dtype = micro[10]
+    assert dtype == form["dtype"]
+    experts = np.frombuffer(data, dtype).reshape(shape)
+    ends = np.cumsum(micro[5]) - 1
+    assert experts[ends].tolist() == [[[0, 1, 2]] * 2] * len(ends)
+    assert not np.delete(experts, ends, axis=0).any()
+
+
 def test_padding_rows_train_nothing_and_are_of_no_environment() -> None:
     of_padding = shards(rows(with_columns=False), dp_size=8)[-1]
     (micro,) = decoded(Encoding(), of_padding)

@@ -115,7 +115,7 @@ def test_every_row_has_memory_of_its_own() -> None:
 
 def test_routed_experts_lack_the_last_token_s_and_are_distinct_in_padding_rows() -> None:
     args = arguments(sample_type=Sample, rollout_batch_size=1, n_samples_per_prompt=1, global_batch_size=1)
-    args.use_rollout_routing_replay, args.num_layers, args.moe_router_topk = True, 2, 3
+    args.use_rollout_routing_replay, args.num_layers, args.num_experts, args.moe_router_topk = True, 2, 24, 3
     experts = np.arange(24, dtype=np.int32).reshape(4, 2, 3)
     rows = [row | {"rollout_routed_experts": experts[: len(row["prompt_token_ids"]) + 1]} for row in rollout(args)[:1]]
     rows[0] |= {"prompt_token_ids": [1, 2, 3], "response_ids": [4], "loss_mask": [1], "rollout_logprobs": [-1.0]}

@@ -53,6 +53,7 @@ def test_columns_are_declared_that_slime_s_training_reads() -> None:
         Gristmill("here", "run", settings={"columns": [difficulty]}),
         use_rollout_routing_replay=True,
         num_layers=48,
+        num_experts=256,
         moe_router_topk=8,
         use_opd=True,
         opd_type="sglang",
@@ -62,7 +63,21 @@ def test_columns_are_declared_that_slime_s_training_reads() -> None:
         "teacher_log_probs",
         "difficulty",
     ]
-    assert made["columns"][0]["shape"] == [48, 8]
+    assert made["columns"][0] == {
+        "name": "rollout_routed_experts",
+        "dtype": "uint8",
+        "scope": "token",
+        "shape": [48, 8],
+        "partial": True,
+    }
+
+
+@pytest.mark.parametrize("declared", [[], [{"name": "rollout_routed_experts", "dtype": "int32", "fill": -1}]])
+def test_more_experts_need_more_bytes_and_a_run_that_declares_its_own_goes_on(declared: list[Any]) -> None:
+    gristmill = Gristmill("here", "run", settings={"columns": declared} if declared else {})
+    replay = {"use_rollout_routing_replay": True, "num_layers": 48, "num_experts": 257, "moe_router_topk": 8}
+    (column,) = settings(gristmill, **replay)["columns"]
+    assert column["dtype"] == ("int32" if declared else "int16")
 
 
 @pytest.mark.parametrize(

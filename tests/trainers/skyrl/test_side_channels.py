@@ -24,7 +24,7 @@ pytest.importorskip("skyrl.backends.skyrl_train.utils.packed_tensor", reason="Sk
 
 ROUTES, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
 COLUMNS = [
-    {"name": ROUTES, "dtype": "int16", "scope": "token", "shape": [1, 2], "fill": -1, "partial": True},
+    {"name": ROUTES, "dtype": "int16", "scope": "token", "shape": [1, 2], "partial": True},
     {"name": SUPPORT, "dtype": "int32", "scope": "response", "shape": [3], "fill": -1},
 ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gristmill._torch.given_values import given_of, pieces_of
 from gristmill._torch.shard_files import Tensors
 from gristmill._wire.column_spec import AXIS_TENSORS
 from gristmill._wire.context_parallel import row_positions, tree_padding, tree_positions
@@ -40,11 +41,14 @@ def _of_rank(block: Tensors, cut: dict[str, Any], cp_rank: int) -> Tensors:
     labels[~places.pop("has_label")] = NO_LABEL
     tensors = {name: places[name].int() for name in places} | {"labels": labels}
     tensors |= {name: raw for name, raw in block.items() if name in AXIS_TENSORS}
-    offsets = {f"{name}_offsets" for name in block}
-    for name in block.keys() - offsets - AXIS_TENSORS:
+    of_columns = {f"{name}_{kind}" for name in block for kind in ("offsets", "pieces")}
+    for name in block.keys() - of_columns - AXIS_TENSORS:
         at = queries if name in cut["token_tensors"] else predicted
         is_ragged = f"{name}_offsets" in block
         tensors |= _ragged(name, block, at) if is_ragged else {name: block[name][at]}
+        if (pieces := block.get(f"{name}_pieces")) is not None:
+            given = given_of(pieces, block[name], 1)[at]
+            tensors[f"{name}_pieces"] = pieces_of(given, tensors[name])
     return tensors
 
 

@@ -13,6 +13,7 @@ import torch
 from gristmill._torch.context_parallel import cut_shard
 from gristmill._torch.conversion import Conversion
 from gristmill._torch.device_copies import Copies
+from gristmill._torch.given_values import given_of, pieces_of
 from gristmill._torch.jagged import Jagged, Part, jagged, row_spans
 from gristmill._torch.jagged import join as join_jagged
 from gristmill._torch.shard_files import Tensors, map_shard
@@ -122,6 +123,23 @@ class Rows:
         if self.is_tree:
             return torch.nn.functional.pad(self["row_ends"] + 1, (1, 0))
         return self["cu_seqlens_padded" if "cu_seqlens_padded" in self else "cu_seqlens"] if self.is_packed else None
+
+    def given(self, name: str) -> torch.Tensor:
+        """Return where a column has a value that a step sent, and not `fill`; bool. For a partial column by token, in
+        the shape of its tensor without that of a value. For another column that is not required by row, (rows,).
+
+        Raises KeyError for an unknown name, and InvalidArgumentError for a column without this information.
+
+            routes = micro["routed_experts"][micro.given("routed_experts")]   # (tokens, layers, top_k)
+        """
+        if (pieces := f"{name}_pieces") in self._raw:
+            return given_of(self[pieces], self._raw[name], 1 if self.is_packed or self.is_tree else 2)
+        if name in self._raw and (of_rows := f"{name}_given") in self._raw:
+            return self[of_rows] != 0
+        raise InvalidArgumentError(
+            f"{name} of shape {tuple(self[name].shape)} does not record which values steps sent; declare the column "
+            "with partial: true or required: false. If it has any number of values per token, use its offsets"
+        )
 
     def position_ids(self) -> torch.Tensor:
         """Return each token's position in its row; int64, in the shape of `sequences`. 0 on padding."""
@@ -288,7 +306,9 @@ class Shard(Rows):
         rows_of_each = self.metadata["micro_batches"]
         # Rows are in micro-batch order, so a micro-batch is a slice. One split takes half the time of many slices.
         with_items, sizes = _with_items(shared), [len(rows) for rows in rows_of_each]
-        slices = {name: raw.split_with_sizes(sizes) for name, raw in shared.items() if name not in with_items}
+        given = {name: given_of(shared[f"{name}_pieces"], shared[name], 2) for name in _partial(shared)}
+        others = with_items.keys() | {f"{name}_pieces" for name in given}
+        slices = {name: raw.split_with_sizes(sizes) for name, raw in shared.items() if name not in others}
         for index, rows in enumerate(rows_of_each):
             begin, end = rows[0], rows[-1] + 1
             prefix = f"micro_batch_{index:03d}"
@@ -298,7 +318,8 @@ class Shard(Rows):
             copies |= {
                 name: self._copies[f"{prefix}/{name}"] for name in separate if f"{prefix}/{name}" in self._copies
             }
-            tensors = cut | _items(with_items, begin, end, len(self)) | separate
+            pieces = {f"{name}_pieces": pieces_of(mask[begin:end], cut[name]) for name, mask in given.items()}
+            tensors = cut | pieces | _items(with_items, begin, end, len(self)) | separate
             metadata = _metadata_of(self.metadata, begin, end)
             if "partitions" in metadata:
                 metadata["partitions"] = metadata["partitions"][index : index + 1]
@@ -400,6 +421,11 @@ def load_shard(
     convert.check(name.rpartition("/")[2] for name in tensors)
     position = Position(metadata["batch"], 0, metadata["mini_batch"])
     return Shard(tensors, metadata, convert, position, is_mapped=cp_rank is None)
+
+
+def _partial(tensors: Tensors) -> list[str]:
+    """Return the columns whose tensors have pieces."""
+    return [name for name in tensors if f"{name}_pieces" in tensors]
 
 
 def _with_items(tensors: Tensors) -> Tensors:

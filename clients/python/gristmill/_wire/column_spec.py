@@ -31,6 +31,7 @@ BFLOAT16 = np.dtype(np.uint16)
 """The type that stores the bits of bfloat16."""
 
 DTYPES: tuple[ColumnDtype, ...] = get_args(ColumnDtype)
+_INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 MOST_COLUMNS = 64
 MOST_AXES = 8
 MOST_ELEMENT_BYTES = 1 << 24
@@ -354,15 +355,19 @@ def specs_of(declarations: Iterable[object]) -> tuple[ColumnSpec, ...]:
 
 def tensor_names(column: ColumnSpec) -> list[str]:
     """Returns the names of the column's tensors in shards."""
-    offsets, presence = of_column(column.name)
-    names = [column.name, offsets] if column.scope == "items" or column.is_ragged else [column.name]
+    offsets, presence, pieces = of_column(column.name)
+    names = [column.name]
+    if column.scope == "items" or column.is_ragged:
+        names.append(offsets)
+    elif column.partial:
+        names.append(pieces)
     return names if column.required else [*names, presence]
 
 
-def of_column(name: str) -> tuple[str, str]:
-    """Returns the names of a column's additional tensors: the offsets of items or of tokens' values, and the flags of
-    rows that have the column."""
-    return f"{name}_offsets", f"{name}_given"
+def of_column(name: str) -> tuple[str, str, str]:
+    """Returns the names of a column's additional tensors: the offsets of items or of tokens' values, the flags of rows
+    that have the column, and the pieces of its tensor that are values and not fill."""
+    return f"{name}_offsets", f"{name}_given", f"{name}_pieces"
 
 
 def start_of(name: str) -> str:
@@ -438,9 +443,12 @@ def _check_kind(values: Array, column: ColumnSpec, where: str) -> None:
         if not outside.any():
             return
         bad = tuple(int(index) for index in np.argwhere(outside)[0])
+        large = (
+            name for name in _INTEGERS if np.iinfo(name).min <= values.min() and values.max() <= np.iinfo(name).max
+        )
         raise InvalidArgumentError(
             f"{where}: {column.name}{list(bad)} is {values[bad]}, but the column's dtype {column.dtype} has the range "
-            f"{limits.min}..{limits.max}; declare a larger dtype"
+            f"{limits.min}..{limits.max}; declare dtype {next(large, 'float64')}"
         )
     raise InvalidArgumentError(
         f"{where}: {column.name} has {values.dtype.name} values, but the column declares {column.dtype}; convert them"

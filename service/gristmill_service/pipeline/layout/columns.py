@@ -168,9 +168,11 @@ class Column(ABC):
 
     name, dtype: those in the shard, with safetensors' name of the dtype. scope: the whole sequence, or only the
     response. shape: the shape of one element. itemsize: the bytes of one number. fill: memory that begins with as many
-    elements of fill as a row may need.
+    elements of fill as a row may need. partial_values: of a partial column, the memory of its values, whose places in
+    shards are told; else None.
     """
 
+    partial_values: Region | None = None
     name: str
     dtype: str
     itemsize: int

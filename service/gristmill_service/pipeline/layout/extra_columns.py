@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire import extras
-from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.column_spec import ColumnSpec, of_column
 from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.extras import starts_of
 from gristmill._wire.steps import Extra, Steps
@@ -52,11 +52,10 @@ def token_columns(
         if spec.is_ragged:
             continue
         extra = extra_of(spec, steps)
-        if spec.scope == "response":
-            values = _with_fill(spec, extra, steps) if spec.partial else extra.values
-            values, given = rows.standing(values), extra.given[rows.steps]
+        if spec.scope == "response" and not spec.partial:
+            values, given = rows.standing(extra.values), extra.given[rows.steps]
             columns.append(StepTokens(spec.name, values, geometry, _fill(spec, longest), given))
-        elif spec.scope == "token":
+        elif spec.scope in ("response", "token"):
             columns.append(
                 TokenValues(spec, extra, pieces_of(spec, extra, steps, rows), geometry, _fill(spec, longest))
             )
@@ -90,26 +89,18 @@ def _fill(spec: ColumnSpec, longest: int) -> Region:
     return Region(np.zeros(numbers, spec.storage))
 
 
-def _with_fill(spec: ColumnSpec, extra: Extra, steps: Steps) -> Ragged:
-    """Returns a partial column's values with the fill at the response tokens for which a step gave none."""
-    whole = np.full((int(steps.response_lengths.sum()), *spec.value_shape), spec.fill_value, spec.storage)
-    values = Ragged.from_lengths(whole, steps.response_lengths)
-    for to, given, start in zip(values.arrays(), extra.values.arrays(), starts_of(spec, steps).tolist(), strict=True):
-        to[start : start + len(given)] = given
-    return values
-
-
 class TokenValues(Column):
-    """An element per token of a row, each from one of the steps on its path."""
-
-    scope = "sequence"
+    """An element per token of a row, or of its response, each from one of the steps on its path."""
 
     def __init__(self, spec: ColumnSpec, extra: Extra, pieces: _Pieces, geometry: Geometry, fill: Region) -> None:
+        self.scope = "response" if spec.scope == "response" else "sequence"
         self.name, self.dtype, self.itemsize = spec.name, safetensors_name(spec.storage), spec.storage.itemsize
         self.shape, self._unit, self.fill = spec.value_shape, spec.element_bytes, fill
         self._values = Region(extra.values.values)
+        self.partial_values = self._values if spec.partial else None
         lengths = self._unit * (pieces.ends - pieces.begins)
-        self._pieces = np.concatenate([fill.ranges(0, lengths), fill.ranges(0, self._unit * geometry.lengths[-1:])])
+        of_padding = self._unit * geometry.of(self.scope)[-1:]
+        self._pieces = np.concatenate([fill.ranges(0, lengths), fill.ranges(0, of_padding)])
         given = np.append(extra.given[pieces.steps] & (pieces.steps != NONE), False)
         of_given = pieces.steps[given[:-1]]
         starts = extra.values.starts[of_given] + pieces.begins[given[:-1]] - pieces.starts[of_given]
@@ -124,7 +115,7 @@ class TokenValues(Column):
         iovec = np.empty((edges[-1], 2), np.int64)
         is_piece = np.ones(len(iovec), np.bool_)
         is_piece[edges[:-1]] = False
-        iovec[edges[:-1]] = self.fill.ranges(0, self._unit * placement.leads["sequence"])
+        iovec[edges[:-1]] = self.fill.ranges(0, self._unit * placement.leads[self.scope])
         from_first = np.repeat(self._begins[placement.rows] - (ends - counts), counts)
         iovec[is_piece] = self._pieces[np.arange(len(from_first)) + from_first]
         return ByteRanges(iovec, edges, (self._values, self.fill))
@@ -132,8 +123,9 @@ class TokenValues(Column):
 
 class _Pieces(NamedTuple):
     """The steps from which rows take their values: row r has the pieces `edges[r]:edges[r + 1]`, and piece p is the
-    tokens `begins[p]:ends[p]` of step `steps[p]`, or of no step if that is NONE. `starts` has the token of each step's
-    first value. All int64."""
+    tokens `begins[p]:ends[p]` of step `steps[p]`, or as many of no step if that is NONE. Together the pieces are all
+    tokens of the row, or with scope `response` of its response, and count the tokens of responses. `starts` has the
+    token of each step's first value. All int64."""
 
     edges: Int64s
     steps: Int64s
@@ -143,10 +135,23 @@ class _Pieces(NamedTuple):
 
 
 def pieces_of(spec: ColumnSpec, extra: Extra, steps: Steps, rows: Rows) -> _Pieces:
+    if spec.scope == "response":
+        return _response_pieces(rows, starts_of(spec, steps), extra.values.lengths)
     if spec.partial:
         return _given_pieces(steps, rows, starts_of(spec, steps), extra.values.lengths, is_first=spec.merge == "first")
     missing = extras.left_out_of(spec, extra, steps)
     return _first_pieces(rows, missing) if spec.merge == "first" else _last_pieces(rows, missing)
+
+
+def _response_pieces(rows: Rows, starts: Int64s, counts: Int64s) -> _Pieces:
+    """Returns three pieces of each visit: without values, the observation before it and the first tokens of its step;
+    the kept tokens with values; and those after them. Arguments: as for `_given_pieces`."""
+    firsts = np.minimum(starts[rows.steps], rows.kept)
+    lasts = np.clip((starts + counts)[rows.steps], firsts, rows.kept)
+    none = np.full(len(rows.steps), NONE)
+    of_steps = np.stack([none, np.where(firsts < lasts, rows.steps, NONE), none], axis=1)
+    edges = np.stack([-rows.observed, firsts, lasts, rows.kept], axis=1)
+    return _Pieces(3 * rows.edges, of_steps.ravel(), edges[:, :-1].ravel(), edges[:, 1:].ravel(), starts)
 
 
 def _given_pieces(steps: Steps, rows: Rows, starts: Int64s, counts: Int64s, *, is_first: bool) -> _Pieces:
@@ -290,6 +295,30 @@ class ShardTensor(ABC):
     @abstractmethod
     def cuts(self, placement: Placement, blocks: Sequence[Block]) -> Iterator[Cut]:
         """Yields the parts of the shard with these blocks, in file order."""
+
+
+class ValuePieces(ShardTensor):
+    """Which bytes of a partial column's tensor are values of steps; the others are fill. Each of its lines is a run of
+    bytes: -1 for values in the shard, the first byte in the tensor, the number of bytes, and the first byte again."""
+
+    dtype, itemsize = "I64", 8
+
+    def __init__(self, column: str, values: Region, ranges: ByteRanges) -> None:
+        """values: the memory of the column's values. ranges: the whole column, as it is laid out."""
+        self.name, self.column = of_column(column)[2], column
+        self._values, self._ranges = values, ranges
+
+    def cuts(self, placement: Placement, blocks: Sequence[Block]) -> Iterator[Cut]:
+        for block in blocks:
+            pieces = self._pieces(self._ranges.of(block.begin, block.end))
+            memory = Region(pieces)
+            yield Cut(block.prefix + self.name, self, list(pieces.shape), memory.whole(), memory)
+
+    def _pieces(self, iovec: Iovec) -> NDArray[np.int64]:
+        iovec = iovec[iovec[:, 1] > 0]
+        changes = np.flatnonzero(np.diff(self._values.contains(iovec), prepend=False, append=False))
+        begins, ends = np.append(0, np.cumsum(iovec[:, 1]))[changes].reshape(-1, 2).T
+        return np.stack([np.full_like(begins, -1), begins, ends - begins, begins], axis=1)
 
 
 class OfShard(ShardTensor):

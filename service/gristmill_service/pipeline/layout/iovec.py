@@ -51,6 +51,11 @@ class Region:
         iovec[:, 1] = lengths
         return iovec
 
+    def contains(self, iovec: Iovec) -> NDArray[np.bool_]:
+        """Returns whether each range that is not empty is of this buffer; bool (ranges,)."""
+        offsets = iovec[:, 0] - self._address
+        return (offsets >= 0) & (offsets < self._size)
+
     def whole(self) -> Iovec:
         return np.array([[self._address, self._size]], np.int64)
 

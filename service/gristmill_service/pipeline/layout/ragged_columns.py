@@ -13,7 +13,6 @@ import numpy as np
 
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Int64s, Ragged, starts_of
-from gristmill._wire.extras import starts_of as first_tokens
 from gristmill._wire.steps import Extra, Steps
 from gristmill_service.pipeline.layout.columns import Block, Geometry, Placement, Scope, safetensors_name
 from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor, pieces_of
@@ -63,8 +62,8 @@ def _lists(spec: ColumnSpec, values: Ragged, steps: Steps, rows: Rows, geometry:
     """Returns the lists of the cells of all rows, then those of the padding row, which are empty."""
     offsets = extra_of(spec.offsets_column, steps)
     lists = Extra(Ragged(offsets.values.values, offsets.values.starts, offsets.values.lengths - 1), offsets.given)
-    edges, scope = np.cumsum(geometry.of(_scope(spec))), _scope(spec)
-    runs = (_response_runs if scope == "response" else _token_runs)(spec, lists, steps, rows)
+    edges = np.cumsum(geometry.of(_scope(spec)))
+    runs = _runs(spec, lists, steps, rows)
     begins, counts = np.zeros((2, int(edges[-1])), np.int64)
     cells, at = _spread(runs.cells, runs.lengths), _spread(lists.values.starts[runs.steps] + runs.firsts, runs.lengths)
     begins[cells] = np.repeat(values.starts[runs.steps], runs.lengths) + lists.values.values[at]
@@ -72,23 +71,13 @@ def _lists(spec: ColumnSpec, values: Ragged, steps: Steps, rows: Rows, geometry:
     return _Lists(begins, counts)
 
 
-def _response_runs(spec: ColumnSpec, lists: Extra, steps: Steps, rows: Rows) -> _Runs:
-    """Returns the cells of each visit's kept tokens that have lists, on the tokens of its step."""
-    visits = np.flatnonzero(lists.given[rows.steps])
-    of_steps = rows.steps[visits]
-    firsts = first_tokens(spec, steps)[of_steps]
-    lengths = np.maximum(np.minimum(firsts + lists.values.lengths[of_steps], rows.kept[visits]) - firsts, 0)
-    cells = (rows.per_visit(starts_of(rows.response_lengths)) + rows.starts)[visits] + firsts
-    return _Runs(cells, of_steps, np.zeros(len(visits), np.int64), lengths)
-
-
-def _token_runs(spec: ColumnSpec, lists: Extra, steps: Steps, rows: Rows) -> _Runs:
+def _runs(spec: ColumnSpec, lists: Extra, steps: Steps, rows: Rows) -> _Runs:
     """Returns the cells of each piece of a row that has its lists from one step."""
     pieces = pieces_of(spec, lists, steps, rows)
     lengths = pieces.ends - pieces.begins
     has = (pieces.steps != NONE) & lists.given[pieces.steps]
     of_steps = pieces.steps[has]
-    # The pieces of a row are all of it.
+    # The pieces of a row are all of its cells.
     return _Runs(starts_of(lengths)[has], of_steps, pieces.begins[has] - pieces.starts[of_steps], lengths[has])
 
 

@@ -31,7 +31,7 @@ from gristmill_service.pipeline.layout.columns import (
     Scope,
     safetensors_name,
 )
-from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor
+from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor, ValuePieces
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.layout.token_tree import axis_tensors, branches, tree_columns
 from gristmill_service.pipeline.rows.sharing import Sharing
@@ -104,7 +104,8 @@ class Shard:
         for group, cuts in zip(self.placed.groups, self.cuts, strict=True):
             for column, ranges in zip(group.columns, group.ranges, strict=True):
                 if column.name not in BUILT_IN:
-                    nbytes[column.name] = sum(int(ranges.of(one.begin, one.end)[:, 1].sum()) for one in self.blocks)
+                    size = sum(int(ranges.of(one.begin, one.end)[:, 1].sum()) for one in self.blocks)
+                    nbytes[column.name] = nbytes.get(column.name, 0) + size
             for cut in cuts:
                 nbytes[cut.tensor.column] = nbytes.get(cut.tensor.column, 0) + int(cut.iovec[:, 1].sum())
         return nbytes
@@ -178,15 +179,20 @@ class Layout:
         per_row: tensors with one value per row, by the size of their values.
         """
 
+        laid_out = {column.name: column.laid_out(self.placement) for column in columns}
+        pieces = [
+            ValuePieces(column.name, column.partial_values, laid_out[column.name])
+            for column in columns
+            if column.partial_values is not None
+        ]
+
         def group(itemsize: int) -> TensorGroup:
             mine = [column for column in columns if column.itemsize == itemsize]
             small = per_row.get(itemsize, _NO_VALUES)
             gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
             dtype = safetensors_name(small.values.dtype)
-            of_size = [tensor for tensor in tensors if tensor.itemsize == itemsize]
-            return TensorGroup(
-                itemsize, dtype, gathered, mine, [column.laid_out(self.placement) for column in mine], of_size
-            )
+            of_size = [tensor for tensor in (*tensors, *pieces) if tensor.itemsize == itemsize]
+            return TensorGroup(itemsize, dtype, gathered, mine, [laid_out[column.name] for column in mine], of_size)
 
         groups = [group(itemsize) for itemsize in ITEMSIZES]
         used = [one for one in groups if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]

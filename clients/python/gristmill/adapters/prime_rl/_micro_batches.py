@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.adapters._core.routes import fill_routes
+from gristmill.adapters._core.routes import fill_routes, routes_given
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill.torch import MicroBatch as Rows
 from gristmill.torch import Shard
@@ -234,7 +234,7 @@ def _routed_experts(rows: Rows, padding: int) -> RoutedExperts | None:
     if ROUTED_EXPERTS not in rows:
         return None
     routes = rows[ROUTED_EXPERTS].clone()
-    fill_routes(routes)
+    fill_routes(routes, routes_given(rows, ROUTED_EXPERTS))
     experts = routes.numpy()
     shape = [len(experts) + padding, *experts.shape[1:]]
     row_bytes = experts.itemsize * experts[:1].size

@@ -9,7 +9,7 @@ import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
 from gristmill import Shard
-from gristmill.adapters._core.routes import fill_routes
+from gristmill.adapters._core.routes import fill_routes, routes_given
 from gristmill.torch import MiniBatch
 
 try:
@@ -106,18 +106,12 @@ class BatchRows:
         if (support := tensors.get(_SUPPORT)) is not None:
             tensors[_SUPPORT] = _packed(support, tensors["response_mask"])
         if (routes := tensors.get(_ROUTES)) is not None:
-            if self._has_added:
-                routes[~self._is_served()] = -1
-            has_route = fill_routes(routes)
+            given = torch.zeros(routes.shape[:2], dtype=torch.bool)
+            for shard, begin in self._places:
+                given[begin : begin + len(shard)] = routes_given(shard, _ROUTES)
+            fill_routes(routes, given)
             tensors[_ROUTES] = _packed(routes, tensors["attention_mask"])
-            tensors["router_padding_mask"] = ~has_route | (tensors["attention_mask"] == 0)
-
-    def _is_served(self) -> torch.Tensor:
-        """Return which rows are from the service, not padding rows that this class added; bool (rows,)."""
-        served = torch.zeros(len(self), dtype=torch.bool)
-        for shard, begin in self._places:
-            served[begin : begin + len(shard)] = True
-        return served
+            tensors["router_padding_mask"] = ~given | (tensors["attention_mask"] == 0)
 
     def metadata(self) -> dict[str, Any]:
         """Return metadata that SkyRL's steps read. The critic's pass uses the policy's rows."""

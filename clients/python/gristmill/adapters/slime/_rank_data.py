@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from gristmill.adapters._core.routes import fill_routes
+from gristmill.adapters._core.routes import fill_routes, routes_given
 from gristmill.adapters.slime._settings import ROUTED_EXPERTS, TEACHER_LOGPROBS, TOP_P_TOKENS
 from gristmill.torch import Shard
 
@@ -142,10 +142,14 @@ def _last(rows: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _routed_experts(shard: Shard) -> list[torch.Tensor]:
-    """Return the experts of each token except the last, which predicts no token."""
-    rows = [row[:-1] for row in _rows(shard, ROUTED_EXPERTS, "row")]
-    for row in rows:
-        fill_routes(row)
+    """Return the experts of each token except the last, which predicts no token; int32, like SGLang's."""
+    rows = []
+    for micro in shard.micro_batches():
+        lengths = micro["cu_seqlens"].diff().tolist()
+        tensors = micro[ROUTED_EXPERTS], routes_given(micro, ROUTED_EXPERTS)
+        for routes, given in zip(*(torch.split(tensor, lengths) for tensor in tensors), strict=True):
+            rows.append(routes[:-1].to(torch.int32, copy=True))
+            fill_routes(rows[-1], given[:-1])
     return rows
 
 

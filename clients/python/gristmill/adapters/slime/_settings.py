@@ -58,17 +58,19 @@ def sampled_columns(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _columns(c: Configured) -> list[dict[str, Any]]:
-    """Declare the columns that slime's training reads."""
+    """Declare the columns that slime's training reads, and that `settings` does not declare otherwise, as a run of an
+    earlier version may have them."""
+    declared = [column["name"] for column in c.gristmill.settings.get("columns", ())]
     columns: list[dict[str, Any]] = []
     if c.get("use_rollout_routing_replay"):
         shape = [c["num_layers"], c["moe_router_topk"]]
-        columns.append({"name": ROUTED_EXPERTS, "dtype": "int32", "scope": "token", "shape": shape, "fill": -1})
-        columns[-1]["partial"] = True
+        dtype = "uint8" if c["num_experts"] <= 256 else "int16"
+        columns.append({"name": ROUTED_EXPERTS, "dtype": dtype, "scope": "token", "shape": shape, "partial": True})
     if c.get("use_opd") and c["opd_type"] == "sglang":
         columns.append({"name": TEACHER_LOGPROBS, "dtype": "float32", "scope": "response"})
     if c["rollout_top_p"] != 1.0:
         columns.append({"name": TOP_P_TOKENS, "dtype": "int32", "scope": "response", "shape": [None]})
-    return columns
+    return [column for column in columns if column["name"] not in declared]
 
 
 def _micro_batch(c: Configured) -> dict[str, int]:
