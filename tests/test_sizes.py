@@ -10,8 +10,8 @@ import pytest
 from tests.tools.bench.sizes import sizes
 
 MOST = {
-    "service": (36_580, 218),
-    "clients": (20_778, 167),
+    "service": (36_591, 218),
+    "clients": (20_791, 167),
     "recorder": (5_715, 49),
 }
 """Lines and files of each part. Lower them when it shrinks; a change that needs more says why."""

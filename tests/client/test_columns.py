@@ -273,7 +273,7 @@ def test_a_killed_service_has_the_columns_of_turns_that_left_out_what_it_had(
         check(micro)
 
 
-@pytest.mark.parametrize("wanted", [[], ["routed_experts"], ["pixel_values", "difficulty"]])
+@pytest.mark.parametrize("wanted", [[], ["routed_experts"], ["routes"], ["pixel_values", "difficulty"]])
 def test_a_rank_gets_the_columns_that_it_names_and_no_others(address: str, run_name: str, wanted: list[str]) -> None:
     with RolloutClient(address, run_name) as client:
         client.create_run(CONFIG)

@@ -18,10 +18,22 @@ def given_of(pieces: torch.Tensor, values: torch.Tensor, axes: int) -> torch.Ten
     return is_value.repeat_interleave(lengths).view(cells)
 
 
+def pieces_between(pieces: torch.Tensor, values: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return the pieces of `values[begin:end]`."""
+    low, high = begin * values[0].nbytes, end * values[0].nbytes
+    begins, ends = (edges.clamp(low, high) - low for edges in (pieces[:, 3], pieces[:, 3] + pieces[:, 2]))
+    chosen = begins < ends
+    return _pieces(begins[chosen], ends[chosen])
+
+
 def pieces_of(given: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the pieces of a tensor; int64 (pieces, 4). given: bool, which values are in pieces."""
     changes = torch.nn.functional.pad(given.flatten().int(), (1, 1)).diff().nonzero().flatten()
     begins, ends = (_unit(values, given.numel()) * changes).view(-1, 2).T
+    return _pieces(begins, ends)
+
+
+def _pieces(begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.full_like(begins, -1), begins, ends - begins, begins], dim=1)
 
 

@@ -13,7 +13,7 @@ import torch
 from gristmill._torch.context_parallel import cut_shard
 from gristmill._torch.conversion import Conversion
 from gristmill._torch.device_copies import Copies
-from gristmill._torch.given_values import given_of, pieces_of
+from gristmill._torch.given_values import given_of, pieces_between
 from gristmill._torch.jagged import Jagged, Part, jagged, row_spans
 from gristmill._torch.jagged import join as join_jagged
 from gristmill._torch.shard_files import Tensors, map_shard
@@ -306,8 +306,8 @@ class Shard(Rows):
         rows_of_each = self.metadata["micro_batches"]
         # Rows are in micro-batch order, so a micro-batch is a slice. One split takes half the time of many slices.
         with_items, sizes = _with_items(shared), [len(rows) for rows in rows_of_each]
-        given = {name: given_of(shared[f"{name}_pieces"], shared[name], 2) for name in _partial(shared)}
-        others = with_items.keys() | {f"{name}_pieces" for name in given}
+        partial = [name for name in shared if f"{name}_pieces" in shared]
+        others = with_items.keys() | {f"{name}_pieces" for name in partial}
         slices = {name: raw.split_with_sizes(sizes) for name, raw in shared.items() if name not in others}
         for index, rows in enumerate(rows_of_each):
             begin, end = rows[0], rows[-1] + 1
@@ -318,7 +318,9 @@ class Shard(Rows):
             copies |= {
                 name: self._copies[f"{prefix}/{name}"] for name in separate if f"{prefix}/{name}" in self._copies
             }
-            pieces = {f"{name}_pieces": pieces_of(mask[begin:end], cut[name]) for name, mask in given.items()}
+            pieces = {
+                f"{name}_pieces": pieces_between(shared[f"{name}_pieces"], shared[name], begin, end) for name in partial
+            }
             tensors = cut | pieces | _items(with_items, begin, end, len(self)) | separate
             metadata = _metadata_of(self.metadata, begin, end)
             if "partitions" in metadata:
@@ -421,11 +423,6 @@ def load_shard(
     convert.check(name.rpartition("/")[2] for name in tensors)
     position = Position(metadata["batch"], 0, metadata["mini_batch"])
     return Shard(tensors, metadata, convert, position, is_mapped=cp_rank is None)
-
-
-def _partial(tensors: Tensors) -> list[str]:
-    """Return the columns whose tensors have pieces."""
-    return [name for name in tensors if f"{name}_pieces" in tensors]
 
 
 def _with_items(tensors: Tensors) -> Tensors:
