@@ -53,8 +53,7 @@ _FLUSH_S = 1.0
 _PATIENCE_S = 2.0
 # The start of the service waits this long for replays.
 _START_S = 10.0
-_MAX_ROW_BYTES = 8 << 30
-_MAX_RUNS = 4096
+_MAX_ROW_BYTES, _MAX_RUNS = 8 << 30, 4096
 _BLOCKED = "batches of a run wait for the shard store; the health of that run reports why"
 # A large batch, or a store that hangs, blocks one of these threads.
 _BUILDERS = 8
