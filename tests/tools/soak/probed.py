@@ -109,12 +109,14 @@ def _answer(listener: socket.socket) -> None:
 
 def _hurry(command: str, dormant_s: float) -> None:
     """Ends after this many seconds without calls what otherwise ends after an hour, and looks for it each second.
-    Lowers the limit of a cache of which a warm-up would fill a small part."""
+    Lowers the limits of caches of which a warm-up would fill a small part."""
     if command == "serve":
+        from gristmill_service.run import recent_tables
         from gristmill_service.run.rows import declared_prefixes
         from gristmill_service.run.runs import Runs
 
         vars(declared_prefixes)["_MOST_SUMS"] = 64
+        vars(recent_tables)["MOST_BYTES"] = 256 << 10
         defaults: Any = Runs.__init__.__kwdefaults__
         defaults["dormant_after_s"] = dormant_s
     if command == "record":
