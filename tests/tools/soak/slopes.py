@@ -68,8 +68,7 @@ def bound_of(quantity: str, work: Work, usual: float) -> float:
         case "keys":
             return 3 * work.kept + 0.3
         case "used_memory":
-            # Its log grows to 16 MiB, and is then replaced by a snapshot.
-            return 50_000 + 12_000 * work.kept + 2_500 * work.batches + 100 * work.groups
+            return 50_000 + 12_000 * work.kept + 100 * work.groups
         case "status, bytes" | "metrics, bytes":
             return 100 + 0.002 * usual
         case "overview, ms":
