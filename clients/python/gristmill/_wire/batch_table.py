@@ -70,7 +70,7 @@ class BatchTable:
         0. Advantages are before `loss_reduction` scales them; NaN while columns are missing.
     groups: `round`, `tag`, `zero_variance` (all trajectories that are compared score the same, and there are several).
     breaks: steps that joined no earlier step: `trajectory`, `step`, `against` (the step it is compared with), `index`
-        (the first token of its prompt that differs), `cause`, `column`; the last four are -1 where not examined.
+        (the first token of its prompt that differs), `cause`, `column`. Not examined: -1, with the cause `further`.
     texts: `uids`, `tags`, `agents`, `stop_reasons`, `causes`, `columns`.
     facts: numbers of the whole batch. `credit` is "token" if `advantage` is the mean over a trajectory's tokens.
         `padding_widths`: the widths of each model's padding rows, in the order in which the plan places them.
