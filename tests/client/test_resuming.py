@@ -198,8 +198,9 @@ def test_a_trainer_that_does_not_fit_the_run_is_refused(
         next(iter(trainer))
 
 
-def test_an_unknown_run_and_model_are_refused(service: Service, client: RolloutClient, trainer: TrainerClient) -> None:
-    with pytest.raises(NotFoundError, match=client.run):
+def test_an_unknown_run_and_model_are_refused(service: Service, client: RolloutClient) -> None:
+    hasty = TrainerClient(service.grpc_address, client.run, 0, timeout_s=1)
+    with hasty as trainer, pytest.raises(NotFoundError, match=client.run):
         next(iter(trainer))
     with pytest.raises(InvalidArgumentError, match="model is 'reward'; expected one of policy, critic"):
         trainer_of(service, client, model="reward")
