@@ -220,6 +220,7 @@ def test_of_a_freed_batch_that_another_process_published_the_figures_are_still_s
     shards = page.locator("section[aria-label=Shards]")
     shards.get_by_role("cell", name="after merging").wait_for()
     assert "Batch 0 cannot be shown: batch 0 is freed, and its numbers are gone" in shards.inner_text()
+    assert not page.get_by_role("heading", name="Distributions").is_visible()
     # The link alone leads there, too.
     shards = open_page(f"#/{run}/0").locator("section[aria-label=Shards]")
     shards.get_by_role("cell", name="after merging").wait_for()

@@ -29,12 +29,14 @@ export class BatchView {
     this.breaks = make("div", {});
     this.spread = make("div", {});
     this.scores = new ScoresView(run);
-    this.node = make("div", {},
-      make("section", { "aria-label": "Shards" }, this.choices, this.facts, this.picture, this.row),
+    this.parts = [
       section("Load per rank and micro-step", this.load),
-      this.broken = section("Where merging broke", this.breaks),
+      section("Where merging broke", this.breaks),
       section("Scores and advantages", this.scores.node),
-      section("Distributions", this.spread));
+      section("Distributions", this.spread),
+    ];
+    this.node = make("div", {},
+      make("section", { "aria-label": "Shards" }, this.choices, this.facts, this.picture, this.row), ...this.parts);
     this.node.hidden = true;
     this.sight = new IntersectionObserver(entries => entries.forEach(entry => entry.isIntersecting && this.see(entry.target)),
       { rootMargin: "200px" });
@@ -55,6 +57,7 @@ export class BatchView {
       return;
     }
     if (wanted !== this.wanted) return;
+    for (const part of this.parts) part.hidden = false;
     const isOther = batch !== this.batch;
     Object.assign(this, { batch, answer: picture, model, miniBatch, uid });
     this.facts.textContent = facts(picture);
@@ -91,6 +94,7 @@ export class BatchView {
     const words = make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`), { wanted } = this;
     this.picture.replaceChildren(words);
     for (const part of [this.row, this.load, this.breaks, this.scores.node, this.spread]) part.replaceChildren();
+    for (const part of this.parts) part.hidden = true;
     // The history may contain figures of the batch.
     await this.history.whenDrawn;
     const point = this.history.pointOf(batch);
