@@ -211,7 +211,7 @@ def test_of_a_freed_batch_that_another_process_published_the_figures_are_still_s
     open_page: OpenPage, service: Service, run: str
 ) -> None:
     opened = service.runs.get(run)
-    opened._tables.forget(opened.run_id)
+    opened.tables.forget(opened.run_id)
     page = open_page(f"#/{run}/2")
     page.locator("figure.curve").first.wait_for()
     page.get_by_text("Figures of every batch").first.click()
@@ -227,8 +227,10 @@ def test_of_a_freed_batch_that_another_process_published_the_figures_are_still_s
     assert "batch 0 is freed" in shards.inner_text()
 
 
-def test_a_freed_batch_is_shown_without_its_tokens(open_page: OpenPage, run: str) -> None:
-    page = open_page(f"#/{run}/0")
+def test_a_freed_batch_is_offered_and_shown_without_its_tokens(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}/2")
+    page.get_by_label("batch", exact=True).select_option("batch 0")
+    page.get_by_role("heading", name="Batch 0").wait_for()
     shards = page.locator("section[aria-label=Shards]")
     shards.locator("canvas").first.click(position={"x": 40, "y": 22})
     page.get_by_text("the tokens of row 0 are gone: batch 0 is freed").wait_for()

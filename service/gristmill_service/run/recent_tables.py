@@ -41,6 +41,10 @@ class RecentTables:
     def get(self, run_id: str, batch: int) -> BatchNumbers | None:
         return self._kept.get((run_id, batch))
 
+    def batches(self, run_id: str) -> list[int]:
+        """Returns the batches of a run whose tables are kept, the newest last."""
+        return sorted(batch for of, batch in self._kept if of == run_id)
+
     def forget(self, run_id: str) -> None:
         """Forgets the batches of a deleted run."""
         for key in [key for key in self._kept if key[0] == run_id]:

@@ -113,7 +113,7 @@ class Run:
         self._background = Background(name, writer, self._builder, log, shared.store, shared.room, clock)
         self._published = PublishedBatches(name, writer, shared.store)
         writer.on_effects, self.compaction = self._background.perform, writer.compaction
-        self._duplicates, self._sums, self._tables = 0, TokenSums(), shared.tables
+        self._duplicates, self._sums, self.tables = 0, TokenSums(), shared.tables
         writer.begin(events)
         # The previous process may have died after recording that a batch is freed and before removing its shards.
         freed = range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
@@ -243,7 +243,7 @@ class Run:
         Raises UnavailableError while the batch is sealed and not published, NotFoundError if it is not sealed, or is
         freed and its table no longer kept; and like `batch`.
         """
-        kept = self._tables.get(self.run_id, number)
+        kept = self.tables.get(self.run_id, number)
         try:
             answer = await self.batch(number)
         except NotFoundError:

@@ -74,7 +74,7 @@ export class RunView {
     this.showFindings(body);
     const held = body.batches.filter(batch => ["published", "waiting for columns"].includes(batch.state)).map(batch => batch.batch);
     if (this.wanted == null && held.length) this.show(held.at(-1));
-    this.batch.offer(held);
+    this.batch.offer([...new Set([...body.batches_shown, ...held])].sort((a, b) => a - b));
     this.history.update(body);
     this.timeline.update(body);
     const focused = this.waiting.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;

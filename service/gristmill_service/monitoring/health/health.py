@@ -25,6 +25,7 @@ from gristmill_service.monitoring.health.findings import (
 )
 from gristmill_service.monitoring.health.run_facts import (
     LONGEST_UID,
+    SHOWN_BATCHES,
     SHOWN_REASONS,
     HeldBatch,
     ModelFacts,
@@ -103,6 +104,7 @@ class RunHealth(RunCounts):
     samples_retried: int = Field(description="How often a later attempt of a sample took part.")
     open_groups: list[OpenGroup] = Field(description="The oldest that are not complete, at most 20.")
     batches: list[HeldBatch] = Field(description="The batches that are not freed, oldest first, at most 32.")
+    batches_shown: list[int] = Field(description="The newest batches whose numbers are kept, freed or not, at most 32.")
     models: list[ModelHealth]
 
 
@@ -199,6 +201,7 @@ def health(run: Run) -> RunHealth:
         samples_retried=history.retried,
         open_groups=facts.open_groups,
         batches=facts.batches,
+        batches_shown=run.tables.batches(run.run_id)[-SHOWN_BATCHES:],
         models=[_model(facts, model) for model in facts.models],
     )
 
