@@ -37,7 +37,7 @@ def trajectory_tokens(row_trajectories: Int64s, loss_tokens: Int64s, trajectorie
     """Returns how many tokens of each trajectory are trained, without those that a filter masks; float64
     (trajectories,).
 
-    row_trajectories: int64 (rows,), the trajectory of each row. loss_tokens: `row_loss_tokens`.
+    row_trajectories: int64 (rows,), the trajectory of each row. loss_tokens: `Plan.loss_tokens`.
     """
     tokens: Float64s = np.bincount(row_trajectories, loss_tokens, trajectories).astype(np.float64)
     return tokens

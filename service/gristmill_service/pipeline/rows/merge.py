@@ -249,21 +249,11 @@ def _oldest(versions: NDArray[np.int32], begins: Int64s) -> NDArray[np.int32]:
     return np.where(oldest == newest, UNKNOWN, oldest).astype(np.int32)
 
 
-def row_loss_tokens(rows: Rows, loss_mask: Ragged, unfiltered: NDArray[np.bool_]) -> Int64s:
-    """Counts the tokens with loss_mask 1 that each row trains; int64 (rows,).
+def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
+    """Counts the tokens of each visit with loss_mask 1 that its row trains; int64 (visits,).
 
     loss_mask: uint8 (steps,) over the response; a lengths file has none, and all its tokens count.
-    unfiltered: bool (steps,), False for steps that a filter masked.
     """
-    if not len(rows):
-        return np.zeros(0, np.int64)
-    per_visit = visit_loss_tokens(rows, loss_mask) * unfiltered[rows.steps]
-    counts: Int64s = np.add.reduceat(per_visit, rows.edges[:-1])
-    return counts
-
-
-def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
-    """Counts the tokens of each visit with loss_mask 1 that its row trains; int64 (visits,)."""
     return ones(rows.trained(loss_mask))
 
 
