@@ -211,6 +211,11 @@ def staleness_of(table: BatchTable) -> Int64s:
     return behind[behind > UNKNOWN]
 
 
+def causes_of(table: BatchTable) -> Counter[str]:
+    """Returns how many breaks have each cause."""
+    return Counter(table.texts["causes"][cause] for cause in table.breaks["cause"].tolist())
+
+
 def figures(
     table: BatchTable, batch: int, padding_shares: Mapping[str, float], column_bytes: Mapping[str, int]
 ) -> Figures:
@@ -219,7 +224,7 @@ def figures(
     groups, tags = counts_of(table)
     facts, staleness, lengths = table.facts, staleness_of(table), table.rows["length"]
     versions, trajectories = np.unique(staleness, return_counts=True)
-    causes = Counter(table.texts["causes"][cause] for cause in table.breaks["cause"].tolist())
+    causes = causes_of(table)
     return Figures(
         first=batch,
         last=batch,

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from gristmill._wire.batch_table import HAS_ADVANTAGE, BatchTable
 from gristmill_service.cli.terminal import FittingTable, messages, printable, screen
+from gristmill_service.pipeline.figures import causes_of
 from gristmill_service.pipeline.plan_document import PlanDocument
 
 Numbers = Mapping[str, Any]
@@ -42,8 +43,7 @@ def numbers_of(plans: Iterable[tuple[PlanDocument, BatchTable]]) -> Numbers:
     for document, table in plans:
         one = _sums(document, table)
         total = _Sums(*map(add, total, one))._replace(largest=max(total.largest, one.largest))
-        causes = [table.texts["causes"][cause] for cause in table.breaks["cause"].tolist()]
-        breaks.update(causes)
+        breaks.update(causes_of(table))
         is_known = is_known and table.facts["has_tokens"] and not isnan(one.advantages)
     mean = total.advantages / max(1, total.loss_tokens)
     counts = {

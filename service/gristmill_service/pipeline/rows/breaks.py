@@ -72,14 +72,6 @@ class Breaks:
     pairs: list[tuple[int, int, int]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def causes(self) -> dict[str, int]:
-        """How many breaks have each cause; `further` counts those that are not examined."""
-        if not len(self.steps):
-            return {}
-        causes = Counter[str](mismatch.cause for mismatch in self.mismatches)
-        return {**causes, "further": len(self.steps) - len(self.mismatches)}
-
 
 def find_breaks(received: Received, rows: Rows, config: RunConfig) -> Breaks:
     """Returns the breaks of a merged batch."""
